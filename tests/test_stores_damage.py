@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -203,6 +204,20 @@ def test_the_quarantine_is_bounded(store: DiskStore) -> None:
     assert left[-1].name.endswith(key.digest), "the newest stay"
     store.sweep()
     assert sorted(store.root.rglob("quarantine/*")) == left
+
+
+@pytest.mark.parametrize("wrong", [-1, 1, 10**6])
+def test_a_length_that_was_noted_wrongly_is_a_miss_and_no_damage(
+    store: DiskStore, wrong: int
+) -> None:
+    key, _ = filled(store)
+    other = dataclasses.replace(key, tokens=key.tokens + wrong)
+    with pytest.raises(ChunkNotFoundError) as caught:
+        store.get(other, LAYOUT)
+    assert not isinstance(caught.value, CorruptChunkError)
+    assert f"has {key.tokens} tokens, not {other.tokens}" in str(caught.value)
+    assert (store.stats().misses, store.stats().corrupt) == (1, 0)
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
 
 
 def test_a_good_file_that_replaced_a_damaged_one_is_not_put_aside(store: DiskStore) -> None:

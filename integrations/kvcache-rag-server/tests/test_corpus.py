@@ -12,6 +12,7 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.codecs import by_name
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.stores.folder import Folder
 from kvcache_rag_server.corpus.run import Build, InProcess, Tally, batches, tidy
 from kvcache_rag_server.corpus.texts import Item, JsonLines, Reading, Text
 from kvcache_rag_server.corpus.worker import BatchReport, BuildSettings, Failure, Worker
@@ -226,14 +227,14 @@ def test_a_text_that_cannot_be_computed_harms_no_other(
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Digests that the store cannot write; "" stands for all of them."""
-    put, refused = DiskStore._write, [""]
+    put, refused = Folder.put, [""]
 
-    def full(self: DiskStore, stem: str, *rest: Any) -> int:
-        if any(digest in stem for digest in refused):
+    def full(self: Folder, name: str, *rest: Any) -> bool:
+        if any(digest in name for digest in refused):
             raise OSError(28, "No space left on device")
-        return put(self, stem, *rest)
+        return put(self, name, *rest)
 
-    monkeypatch.setattr(DiskStore, "_write", full)
+    monkeypatch.setattr(Folder, "put", full)
     return refused
 
 
