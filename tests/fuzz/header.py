@@ -74,7 +74,7 @@ def check(data: bytes) -> bool:
     _check_facts(raw)
     assert _is_trusted(raw) is (raw == _SIGNED), "what nobody signed was accepted, or the reverse"
     try:
-        file.read_file(read, len(raw), _SPEC, Native(), _OUT)
+        file.read_file(read, len(raw), _SPEC, Native(), lambda: _OUT)
     except CorruptChunkError:
         return False
     header = file.read_header(read, len(raw))
@@ -95,7 +95,7 @@ def _is_trusted(raw: bytes) -> bool:
     else:
         is_verified = True
     try:
-        file.read_file(read, len(raw), _SPEC, Native(), _OUT, _SECRET)
+        file.read_file(read, len(raw), _SPEC, Native(), lambda: _OUT, _SECRET)
     except (CorruptChunkError, UntrustedChunkError):
         return is_verified
     assert is_verified, "what is read is not verified"

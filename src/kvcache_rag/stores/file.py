@@ -481,17 +481,18 @@ def read_file(
     size: int,
     spec: FileSpec,
     codec: Codec,
-    out: ChunkKV,
+    memory: Callable[[], ChunkKV],
     key: SigningKey | None = None,
-) -> None:
-    """Read a chunk's file into `out`, straight into its memory where the codec allows it.
+) -> ChunkKV:
+    """Read a chunk's file, straight into the memory that it goes to where the codec allows it.
 
     Args:
         read: Reads the file.
         size: Its size in bytes.
         spec: What it must hold.
         codec: The codec it was written with.
-        out: Memory of the chunk's layout and length; undefined after an error.
+        memory: Gives memory of the chunk's layout and length, once the header is right; its
+            content is undefined after an error.
         key: What it must be signed by; None if that does not matter.
 
     Raises:
@@ -499,7 +500,7 @@ def read_file(
         UntrustedChunkError: If the key did not sign it, and it is not merely damaged.
         OSError: If it cannot be read.
     """
-    header = check_header(read, size, spec, key)
+    header, out = check_header(read, size, spec, key), memory()
     tokens = torch.empty(out.tokens.shape[0], dtype=torch.int32)
     places = _places(codec.in_place(out), tokens)
     if places is not None:
@@ -510,6 +511,7 @@ def read_file(
             _read_payload(read, header, spec, places, key)
             staging.decode(codec, out)
     out.tokens.copy_(tokens)
+    return out
 
 
 def _read_payload(

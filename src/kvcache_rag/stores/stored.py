@@ -147,17 +147,16 @@ class StoredChunks(ChunkStore):
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy where the place gives open files."""
         spec = file_spec(check_key(key), layout, self._codec)
-        if out is None:
-            out = empty_chunk(key, layout)
-        else:
+        if out is not None:
             check_out(key, layout, out)
-        chunk = out
 
-        def read(read: ReadV, size: int) -> None:
-            read_file(read, size, spec, self._codec, chunk, self.signing_key)
+        def memory() -> ChunkKV:
+            return empty_chunk(key, layout) if out is None else out
 
-        self._read(key, spec, read)
-        return Hit(chunk, self.tier)
+        def read(read: ReadV, size: int) -> ChunkKV:
+            return read_file(read, size, spec, self._codec, memory, self.signing_key)
+
+        return Hit(self._read(key, spec, read), self.tier)
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Read a chunk as it is."""
