@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore, folder, names
-from kvcache_rag.stores import file as chunkfile
+from kvcache_rag.stores import DiskStore, folder, names, runs
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
         return count
 
     monkeypatch.setattr(
-        chunkfile, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
+        runs, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
     )
     with pytest.raises(CorruptChunkError):
         store.get(key, LAYOUT)

@@ -24,9 +24,8 @@ from safetensors import safe_open
 
 from kvcache_rag.codecs import Codec
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
-from kvcache_rag.stores import DiskStore, disk, filesystem, limits, locks
+from kvcache_rag.stores import DiskStore, disk, filesystem, limits, locks, runs
 from kvcache_rag.stores import file as chunkfile
-from kvcache_rag.stores import file as scatter
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -382,7 +381,7 @@ def test_a_file_that_is_being_read_may_be_dropped(store: DiskStore) -> None:
         store.delete(key)
         out = empty_chunk(16)
         size = os.fstat(file.fileno()).st_size
-        chunkfile.read_file(scatter.positional(file.fileno()), size, spec, store.codec, lambda: out)
+        chunkfile.read_file(runs.positional(file.fileno()), size, spec, store.codec, lambda: out)
     assert same(out, chunk)
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_rag.errors import CorruptChunkError
-from kvcache_rag.stores import file
-from kvcache_rag.stores.file import ReadV, read_views, views
+from kvcache_rag.stores import runs as file
+from kvcache_rag.stores.runs import ReadV, read_views, views
 from tests.contracts import bits
 
 if TYPE_CHECKING:

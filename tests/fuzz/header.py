@@ -24,7 +24,7 @@ import xxhash
 
 from kvcache_rag.codecs import Native
 from kvcache_rag.errors import CorruptChunkError, UntrustedChunkError
-from kvcache_rag.stores import file
+from kvcache_rag.stores import file, runs
 from kvcache_rag.stores.signing import Mac, SigningKey
 from tests.chunks import LAYOUT, bits, empty_chunk, flat, key_of, make_chunk, same
 
@@ -70,7 +70,7 @@ def framed(data: bytes) -> bytes:
 def check(data: bytes) -> bool:
     """Whether the file is accepted."""
     raw = framed(data)
-    read = file.in_memory(raw)
+    read = runs.in_memory(raw)
     _check_facts(raw)
     assert _is_trusted(raw) is (raw == _SIGNED), "what nobody signed was accepted, or the reverse"
     try:
@@ -87,7 +87,7 @@ def check(data: bytes) -> bool:
 
 
 def _is_trusted(raw: bytes) -> bool:
-    read = file.in_memory(raw)
+    read = runs.in_memory(raw)
     try:
         file.verify_bytes(read, len(raw), _KEY.digest, _SECRET)
     except (CorruptChunkError, UntrustedChunkError):
@@ -104,7 +104,7 @@ def _is_trusted(raw: bytes) -> bool:
 
 def _check_facts(raw: bytes) -> None:
     try:
-        facts = file.facts_of(file.in_memory(raw), len(raw), _KEY.digest)
+        facts = file.facts_of(runs.in_memory(raw), len(raw), _KEY.digest)
     except CorruptChunkError:
         return
     assert facts.header.offset + facts.payload == len(raw)

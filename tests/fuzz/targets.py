@@ -116,7 +116,7 @@ TARGETS: Final = {
     for target in (
         Target(
             "header",
-            ("kvcache_rag.stores.file", "kvcache_rag.stores.signing"),
+            ("kvcache_rag.stores.file", "kvcache_rag.stores.runs", "kvcache_rag.stores.signing"),
             (*_HEADER, *_JSON),
             8192,
         ),

@@ -273,9 +273,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verified(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outcome:
-    from kvcache_rag.stores.file import close, verify_file
+    from kvcache_rag.stores.file import verify_file
     from kvcache_rag.stores.filesystem import READ, NotAFileError, open_file
     from kvcache_rag.stores.folder import Folder
+    from kvcache_rag.stores.runs import close
 
     seen: Blob = b""
     with _reported(chunk) as failed:

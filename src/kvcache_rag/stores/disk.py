@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
 from kvcache_rag.stores import filesystem
-from kvcache_rag.stores.file import close
 from kvcache_rag.stores.folder import Folder
+from kvcache_rag.stores.runs import close
 from kvcache_rag.stores.stored import StoredChunks
 
 if TYPE_CHECKING:

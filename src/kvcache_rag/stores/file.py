@@ -13,12 +13,10 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -30,8 +28,19 @@ from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV
 from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
 from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
+from kvcache_rag.stores.runs import (
+    ReadV,
+    positional,
+    read_bytes,
+    read_through,
+    read_views,
+    source,
+    views,
+)
+from kvcache_rag.stores.runs import close as close_blob
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -213,144 +222,6 @@ def _provenance() -> str:
         return "kvcache-rag, not installed"
 
 
-# ---------------------------------------------------------------------- memory
-# A chunk's place in a larger buffer is many runs of bytes with gaps between them; one `preadv`
-# fills many runs.
-
-# Fill the buffers, in order, with the bytes from an offset on; return how many were read, which may
-# be fewer than asked for and is 0 at the end.
-ReadV = Callable[[Sequence[memoryview], int], int]
-
-_MAX_BUFFERS = 1024  # IOV_MAX: the kernel takes no more per call
-
-_MAX_BYTES = 256 << 10  # what was just read is hashed while it is in the processor's cache
-
-
-def views(tensor: Tensor) -> list[memoryview] | None:
-    """The tensor's memory as runs of bytes in the order of its elements.
-
-    Returns:
-        Writable views, none for a tensor without elements; None when the memory cannot be addressed
-        (another device, or single elements with gaps between them).
-    """
-    if tensor.numel() == 0:
-        return []
-    if tensor.device.type != "cpu" or tensor.dim() == 0 or tensor.stride(-1) != 1:
-        return None
-    array = tensor.detach().view(torch.uint8).numpy()
-    run, axis = 1, array.ndim
-    while axis and (array.shape[axis - 1] == 1 or array.strides[axis - 1] == run):
-        axis -= 1
-        run *= array.shape[axis]
-    places = product(*map(range, array.shape[:axis]))
-    return [memoryview(array[place]).cast("B") for place in places]
-
-
-def read_views(
-    read: ReadV, offset: int, targets: Sequence[memoryview], seen: Callable[[memoryview], object]
-) -> None:
-    """Fill `targets` with the bytes from `offset` on.
-
-    Args:
-        read: Reads the source.
-        offset: Where to begin, in bytes.
-        targets: Memory to fill, in order.
-        seen: Called with every piece, in order, right after it was read.
-
-    Raises:
-        CorruptChunkError: If the source ends before.
-        OSError: If it cannot be read.
-    """
-    for batch in _batches(targets):
-        pending = batch
-        while pending:
-            count = read(pending, offset)
-            if count <= 0:
-                raise CorruptChunkError("the file is shorter than its header says")
-            offset += count
-            pending = _advanced(pending, count)
-        for view in batch:
-            seen(view)
-
-
-def positional(descriptor: int) -> ReadV:
-    """Read an open file, with one system call for many buffers where the system has `preadv`."""
-    if not hasattr(os, "preadv"):
-        return sequential(descriptor)
-    return lambda buffers, offset: os.preadv(descriptor, buffers, offset)
-
-
-def sequential(descriptor: int) -> ReadV:
-    """Read an open file buffer by buffer: the plain path, for systems without `preadv`."""
-
-    def read(buffers: Sequence[memoryview], offset: int) -> int:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        data = os.read(descriptor, len(buffers[0]))
-        buffers[0][: len(data)] = data
-        return len(data)
-
-    return read
-
-
-def in_memory(data: Buffer) -> ReadV:
-    """Read bytes that are here already."""
-
-    def read(buffers: Sequence[memoryview], offset: int) -> int:
-        begin = offset
-        for buffer in buffers:
-            piece = data[begin : begin + len(buffer)]
-            buffer[: len(piece)] = piece
-            begin += len(piece)
-        return begin - offset
-
-    return read
-
-
-def is_open_file(blob: Blob) -> bool:
-    """Whether it is read from where it is needed, not in memory already."""
-    return hasattr(blob, "fileno")
-
-
-def source(blob: Blob) -> tuple[ReadV, int]:
-    """How to read what a place gave, and how many bytes it has."""
-    if hasattr(blob, "fileno"):
-        descriptor = blob.fileno()
-        return positional(descriptor), os.fstat(descriptor).st_size
-    return in_memory(blob), len(blob)
-
-
-def close(blob: Blob) -> None:
-    """Close what is open."""
-    if hasattr(blob, "close"):
-        blob.close()
-
-
-def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    batch: list[memoryview] = []
-    size = 0
-    for target in targets:
-        for begin in range(0, len(target), _MAX_BYTES):
-            piece = target[begin : begin + _MAX_BYTES]
-            if len(batch) == _MAX_BUFFERS or size + len(piece) > _MAX_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += len(piece)
-    if batch:
-        yield batch
-
-
-def _advanced(pending: list[memoryview], count: int) -> list[memoryview]:
-    done = 0
-    while done < len(pending) and count >= len(pending[done]):
-        count -= len(pending[done])
-        done += 1
-    rest = pending[done:]
-    if count:
-        rest[0] = rest[0][count:]
-    return rest
-
-
 # ---------------------------------------------------------------------- headers
 @dataclass(frozen=True)
 class Header:
@@ -382,13 +253,13 @@ def read_header(read: ReadV, size: int) -> Header:
         CorruptChunkError: If it is none.
         OSError: If it cannot be read.
     """
-    head = _bytes(read, 0, min(size, ALIGNMENT))
+    head = read_bytes(read, 0, min(size, ALIGNMENT))
     length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
     offset = 8 + length
     if not 0 < length <= MAX_HEADER or offset % ALIGNMENT or offset > size:
         raise CorruptChunkError(f"the file has {size} bytes and a header of {length}")
     if offset > len(head):
-        head += _bytes(read, len(head), offset - len(head))
+        head += read_bytes(read, len(head), offset - len(head))
     try:
         values = json.loads(head[8:].decode("ascii"))
     except (ValueError, RecursionError) as error:
@@ -443,17 +314,6 @@ def check_header(read: ReadV, size: int, spec: FileSpec, key: SigningKey | None 
     if facts.tokens != asked:
         raise FileNotFoundError(f"the chunk has {facts.tokens} tokens, not {asked}")
     raise CorruptChunkError(wrong)
-
-
-def _bytes(read: ReadV, offset: int, count: int) -> bytearray:
-    buffer = bytearray(count)
-    pending = memoryview(buffer)
-    while pending:
-        done = read([pending], offset)
-        if done <= 0:
-            raise CorruptChunkError("the file is shorter than its header says")
-        pending, offset = pending[done:], offset + done
-    return buffer
 
 
 # ---------------------------------------------------------------------- reading
@@ -670,7 +530,7 @@ class LayerFile(ChunkReader):
     def close(self) -> None:
         blob, self._blob = self._blob, None
         if blob is not None:
-            close(blob)
+            close_blob(blob)
 
     def _hash_ids(self) -> None:
         for view in self._ids:
@@ -681,8 +541,6 @@ class LayerFile(ChunkReader):
 # A reader knows every value of the header beforehand and compares all of it; here nothing is known
 # but the file's name, so the header is checked against itself: the fields and limits of the format,
 # tensors that lie densely and fill the file, and the checksum of the payload.
-
-_BUFFER = 4 << 20
 
 _KNOWN: Final = {
     "format": re.compile(re.escape(FORMAT)),
@@ -740,7 +598,7 @@ def verify_bytes(read: ReadV, size: int, digest: str, key: SigningKey | None) ->
     header = facts.header
     if key is not None:
         authenticator = _authenticator(header, key)
-        _read_through(read, header.offset, facts.payload, authenticator.update)
+        read_through(read, header.offset, facts.payload, authenticator.update)
         check_mac(authenticator, read, header, facts.payload)
     elif _payload_checksum(read, header.offset, facts.payload) != header.checksum:
         raise CorruptChunkError("the checksum is wrong: the bytes were changed")
@@ -813,17 +671,5 @@ def _are_sizes(values: Any) -> bool:
 
 def _payload_checksum(read: ReadV, offset: int, payload: int) -> str:
     hasher = xxhash.xxh3_128()
-    _read_through(read, offset, payload, hasher.update)
+    read_through(read, offset, payload, hasher.update)
     return hasher.hexdigest()
-
-
-def _read_through(
-    read: ReadV, offset: int, count: int, seen: Callable[[memoryview], object]
-) -> None:
-    """Read `count` bytes from `offset` on, a piece at a time."""
-    buffer = memoryview(bytearray(min(_BUFFER, count)))
-    done = 0
-    while done < count:
-        part = buffer[: min(len(buffer), count - done)]
-        read_views(read, offset + done, [part], seen)
-        done += len(part)

@@ -28,8 +28,6 @@ for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
 
 READ = os.O_RDONLY
 
-WRITE = os.O_RDWR
-
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 

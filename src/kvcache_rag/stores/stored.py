@@ -40,18 +40,16 @@ from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.file import (
     MAX_HEADER,
     LayerFile,
-    close,
     empty_chunk,
     file_pieces,
     file_spec,
     is_layered,
-    is_open_file,
     named_mac,
     read_encoded,
     read_file,
-    source,
 )
 from kvcache_rag.stores.limits import Limits, Quota, Sweeper, check_quota, number
+from kvcache_rag.stores.runs import close, is_open_file, source
 from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
@@ -61,7 +59,8 @@ if TYPE_CHECKING:
     from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.bytes import Blob, ByteStore
-    from kvcache_rag.stores.file import FileSpec, ReadV
+    from kvcache_rag.stores.file import FileSpec
+    from kvcache_rag.stores.runs import ReadV
     from kvcache_rag.stores.signing import KeySource
 
 T = TypeVar("T")
