@@ -108,20 +108,14 @@ def test_damage_in_it_is_a_miss_and_a_signature_is_asked_for(place: str) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_its_chunks_end_and_are_read_layer_by_layer(
+def test_its_chunks_end_and_are_read_into_memory(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StoredChunks(PLACES[place](), ttl=100)
     assert store.put(KEY, CHUNK)
-    reader = store.reader(KEY, LAYOUT)
-    assert reader is not None
     out = make_chunk(7)
-    reader.read(out)
-    reader.finish()
-    assert same(
-        type(out)(out.layout, reader.tokens, out.start, out.tensors),
-        CHUNK,
-    )
+    assert store.get(KEY, LAYOUT, out).chunk is out
+    assert same(out, CHUNK)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 200)
     assert not store.contains(KEY)

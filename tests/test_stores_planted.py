@@ -168,13 +168,6 @@ def get(store: ChunkStore, key: ChunkKey) -> bool:
     return True
 
 
-def read_layers(store: ChunkStore) -> None:
-    with suppress(ChunkNotFoundError):
-        reader = store.reader(KEY, LAYOUT)
-        if reader is not None:
-            reader.close()
-
-
 def locked(store: ChunkStore) -> None:
     with store.locked([KEY, OTHER_KEY]):
         store.contains(KEY)
@@ -201,7 +194,6 @@ def command(*words: str) -> Callable[[ChunkStore], Any]:
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "get": lambda store: get(store, KEY),
-    "reader": read_layers,
     "put": lambda store: store.put(KEY, CHUNK),
     "describe": described,
     "contains": lambda store: store.contains(KEY),

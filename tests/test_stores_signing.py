@@ -167,24 +167,16 @@ def test_no_two_files_have_one_nonce(tmp_path: Path) -> None:
     assert len({provenance(raw).split("-")[-2] for raw in raws}) == 32
 
 
-def test_the_layers_of_a_signed_file_are_verified_before_it_counts(store: DiskStore) -> None:
+def test_a_signed_file_is_verified_before_it_counts(store: DiskStore) -> None:
     store.put(KEY, CHUNK)
     out = empty_chunk(4)
-    reader = store.reader(KEY, LAYOUT)
-    assert reader is not None
-    reader.read(out)
-    reader.finish()
-    reader.close()
+    store.get(KEY, LAYOUT, out)
     assert [bits(a) for a in flat(out)] == [bits(b) for b in flat(CHUNK)]
     assert store.stats().hits == {"disk": 1}
     raw = store.path(KEY).read_bytes()
     store.path(KEY).write_bytes(forged(raw, flipped(-1)))
-    reader = store.reader(KEY, LAYOUT)
-    assert reader is not None
-    reader.read(out)
     with pytest.raises(UntrustedChunkError):
-        reader.finish()
-    reader.close()
+        store.get(KEY, LAYOUT, out)
     assert store.stats().untrusted == 1
     assert store.path(KEY).read_bytes() == forged(raw, flipped(-1))
 

@@ -1,4 +1,4 @@
-"""The contract of every store, and what all stores share: checks, readers, counters.
+"""The contract of every store, and what all stores share: checks and counters.
 
 A store maps `ChunkKey` to `ChunkKV`.  It never fails a question: what cannot be read is a miss,
 what cannot be written is counted.  It knows nothing of models; the shapes it may expect are handed
@@ -31,8 +31,6 @@ from kvcache_rag.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
     from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
@@ -156,18 +154,6 @@ class ChunkStore(ABC):
         del layout, room
         raise ChunkNotFoundError(f"chunk {key.digest} is not kept in a form to be attended to")
 
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
-        """Open a chunk to be read layer by layer; None where only `get` can read it.
-
-        It counts as `get` does, once it is finished.
-
-        Raises:
-            ChunkNotFoundError: If the key is not held; `CorruptChunkError` if it is damaged.
-            InvalidInputError: If the key cannot be used.
-        """
-        del key, layout
-        return None
-
     @abstractmethod
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Keep a chunk; True when it is kept.
@@ -197,14 +183,6 @@ class ChunkStore(ABC):
         `get` notes it by itself.  A store in front of this one calls it when it answers instead.
         """
         del key
-
-    def promote(self, key: ChunkKey, chunk: ChunkKV, tier: str) -> None:
-        """Copy a chunk that `tier` holds into the tiers before it; best effort.
-
-        For who declined to load it from there and computed it instead.  A store of one tier has
-        none before it.
-        """
-        del key, chunk, tier
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
@@ -267,101 +245,6 @@ class ChunkStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """Counters of this process."""
-
-
-# ---------------------------------------------------------------------- reading layer by layer
-# Each layer goes straight to its place in a prompt.
-
-
-class ChunkReader(ABC):
-    """A chunk that a store holds, opened for one reading.
-
-    Used by one thread at a time.  Nothing it gave counts before `finish` has returned.
-
-    Attributes:
-        tier: Name of the tier that holds the chunk.
-        tokens: Token ids, `(tokens,)` int32.
-        nbytes: Bytes of its keys and values.
-    """
-
-    tier: str
-    tokens: Tensor
-    nbytes: int
-
-    @abstractmethod
-    def aim(self, out: ChunkKV) -> None:
-        """Say where the chunk goes, before its first layer; `out` has its layout and length."""
-
-    @abstractmethod
-    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor] | None:
-        """Read K and V of one layer.
-
-        Args:
-            group: Index of the layer group.
-            place: Which of its layers; every layer once, ascending.
-
-        Returns:
-            None when they were read to where they go; else K and V, `(heads, tokens, width)`, in
-            memory apart from that, which must not be written to.
-
-        Raises:
-            CorruptChunkError: If it is damaged; it is in quarantine.
-            ChunkNotFoundError: If it cannot be read.
-        """
-
-    def read(self, out: ChunkKV) -> None:
-        """Read all layers to `out`; raises what `layer` does."""
-        self.aim(out)
-        for group, layers in enumerate(out.layout.groups):
-            for place in range(len(layers.layers)):
-                tensors = self.layer(group, place)
-                if tensors is not None:
-                    out.keys(group)[place].copy_(tensors[0])
-                    out.values(group)[place].copy_(tensors[1])
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Verify what was read, and count it.
-
-        Raises:
-            CorruptChunkError: If it is damaged; it is in quarantine.
-            ChunkNotFoundError: If it cannot be read.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Close what is open; also without `finish`."""
-
-
-class ResidentChunk(ChunkReader):
-    """A chunk whose tensors are in memory, verified and counted.
-
-    Attributes:
-        chunk: The chunk, shared with others and never written to.
-    """
-
-    def __init__(self, chunk: ChunkKV, tier: str) -> None:
-        """Give out the tensors of `chunk`, which came from `tier`."""
-        self.chunk, self.tier = chunk, tier
-        self.tokens, self.nbytes = chunk.tokens, chunk.nbytes
-        self._layers = [
-            (chunk.keys(group).unbind(0), chunk.values(group).unbind(0))
-            for group in range(len(chunk.tensors))
-        ]
-
-    def read(self, out: ChunkKV) -> None:
-        """Copy all of it."""
-        out.copy_from(self.chunk)
-
-    def aim(self, out: ChunkKV) -> None:
-        """Nothing: its tensors stay where they are."""
-
-    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor]:
-        """Its own tensors."""
-        keys, values = self._layers[group]
-        return keys[place], values[place]
-
-    def finish(self) -> None:
-        """Nothing: it was counted when it was found."""
 
 
 # ---------------------------------------------------------------------- what callers hand in

@@ -12,8 +12,7 @@ import math
 import os
 import re
 import struct
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import xxhash
 
-from kvcache_rag.codecs import EncodedChunk, Native
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV
-from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
 from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 from kvcache_rag.stores.runs import (
@@ -34,20 +32,17 @@ from kvcache_rag.stores.runs import (
     read_bytes,
     read_through,
     read_views,
-    source,
     views,
 )
-from kvcache_rag.stores.runs import close as close_blob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from kvcache_rag.codecs import Codec, Room, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
-    from kvcache_rag.stores.bytes import Blob, Buffer
+    from kvcache_rag.stores.bytes import Buffer
     from kvcache_rag.stores.signing import Authenticator, Mac, SigningKey
 
 
@@ -425,116 +420,6 @@ def _places(
             return None
         places[name] = pieces
     return places
-
-
-# ---------------------------------------------------------------------- reading by layers
-# The file is in the order of the layers, and a layer fits into the processor's cache.  Where layers
-# of several shapes are mixed, or K and V are apart (MLA), it is not, and `read_file` reads it as a
-# whole.
-
-
-def is_layered(layout: ChunkLayout, codec: Codec) -> bool:
-    """Whether files of this layout and codec can be read layer by layer."""
-    return isinstance(codec, Native) and layout.names() == ((_TENSOR,),)
-
-
-class LayerFile(ChunkReader):
-    """The file of a chunk, open; header and size are checked, the checksum is at the end."""
-
-    def __init__(
-        self,
-        blob: Blob,
-        spec: FileSpec,
-        tier: str,
-        guard: Callable[[], AbstractContextManager[None]],
-        done: Callable[[int, float], None],
-        key: SigningKey | None = None,
-    ) -> None:
-        """Check the header and read the token ids.
-
-        Args:
-            blob: The file; closed by `close`.
-            spec: What it must hold.
-            tier: Name of the tier.
-            guard: What failed readings run in: it knows what to do with a damaged file.
-            done: Called once everything was read and is right, with the file's bytes and the
-                seconds spent here.
-            key: What it must be signed by; None if that does not matter.
-
-        Raises:
-            CorruptChunkError: If header or size are wrong.
-            UntrustedChunkError: If it does not name the key.
-            OSError: If it cannot be read.
-        """
-        started = time.perf_counter()
-        self.tier = tier
-        self._blob: Blob | None = blob
-        self._guard, self._done = guard, done
-        self._read, self._size = source(blob)
-        self._targets: list[list[memoryview]] = []
-        self._header = header = check_header(self._read, self._size, spec, key)
-        self._payload = spec.payload
-        self._hasher = xxhash.xxh3_128() if key is None else _authenticator(header, key)
-        offsets = {name: spec.header[name]["data_offsets"] for name in (_IDS, _TENSOR)}
-        self.nbytes = offsets[_TENSOR][1] - offsets[_TENSOR][0]
-        self.tokens = torch.empty(spec.tensors[_IDS][1], dtype=torch.int32)
-        self._ids = views(self.tokens) or []
-        read_views(self._read, header.offset + offsets[_IDS][0], self._ids, lambda _: None)
-        self._offset = header.offset + offsets[_TENSOR][0]
-        # The checksum is over the tensors in their order.
-        self._is_first = offsets[_IDS][0] < offsets[_TENSOR][0]
-        if self._is_first:
-            self._hash_ids()
-        if hasattr(os, "posix_fadvise") and hasattr(blob, "fileno"):
-            # From a disk, the system reads on while the layers before are worked on; if it can.
-            with suppress(OSError):
-                os.posix_fadvise(blob.fileno(), self._offset, self.nbytes, os.POSIX_FADV_WILLNEED)
-        self._seconds = time.perf_counter() - started
-
-    def aim(self, out: ChunkKV) -> None:
-        """Note the memory of `out`, layer by layer."""
-        self._targets.clear()
-        (fused,) = out.tensors[0]
-        for layer in fused.unbind(0):
-            runs = views(layer)
-            if runs is None:
-                raise ValueError("a file can be read only into rows of numbers in main memory")
-            self._targets.append(runs)
-
-    def layer(self, group: int, place: int) -> None:
-        """Read a layer to its place, hashing what was read while it is in the cache."""
-        started = time.perf_counter()
-        target = self._targets[place]
-        try:
-            if self._blob is None:
-                raise OSError("the file was closed")
-            read_views(self._read, self._offset, target, self._hasher.update)
-        except (CorruptChunkError, OSError):
-            with self._guard():
-                raise
-        self._offset += sum(map(len, target))
-        self._seconds += time.perf_counter() - started
-
-    def finish(self) -> None:
-        """Compare the checksum, and count the chunk as found."""
-        started = time.perf_counter()
-        with self._guard():
-            if not self._is_first:
-                self._hash_ids()
-            if not isinstance(self._hasher, xxhash.xxh3_128):
-                check_mac(self._hasher, self._read, self._header, self._payload)
-            elif self._hasher.hexdigest() != self._header.checksum:
-                raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-        self._done(self._size, self._seconds + time.perf_counter() - started)
-
-    def close(self) -> None:
-        blob, self._blob = self._blob, None
-        if blob is not None:
-            close_blob(blob)
-
-    def _hash_ids(self) -> None:
-        for view in self._ids:
-            self._hasher.update(view)
 
 
 # ---------------------------------------------------------------------- checking without a model

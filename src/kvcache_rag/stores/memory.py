@@ -26,7 +26,6 @@ from kvcache_rag.stores.base import (
     Counters,
     EncodedHit,
     Hit,
-    ResidentChunk,
     StoreStats,
     check_chunk,
     check_key,
@@ -195,10 +194,6 @@ class MemoryStore(ChunkStore):
             self._counters.add("corrupt")
             raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
         return chunk
-
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ResidentChunk:
-        """The kept chunk itself."""
-        return ResidentChunk(self.get(key, layout).chunk, self.tier)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Keep a private copy in the store's memory, unless the chunk alone exceeds the limit."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.codecs import Codec
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.stores.bytes import Blob, Buffer
     from kvcache_rag.stores.file import FileSpec
     from kvcache_rag.stores.signing import KeySource
@@ -302,10 +302,6 @@ class RemoteStore(StoredChunks):
             f"pause={self.pause}, max_object_bytes={self.max_object_bytes}, "
             f"tier={self.tier!r}{signing})"
         )
-
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> None:
-        """None: a chunk comes as a whole."""
-        del key, layout
 
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Upload a chunk, unless the remote is being skipped."""

@@ -39,11 +39,9 @@ from kvcache_rag.stores.bytes import GENERATION
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.file import (
     MAX_HEADER,
-    LayerFile,
     empty_chunk,
     file_pieces,
     file_spec,
-    is_layered,
     named_mac,
     read_encoded,
     read_file,
@@ -165,32 +163,6 @@ class StoredChunks(ChunkStore):
             return read_encoded(read, size, key, layout, self._codec, self.signing_key, room)
 
         return EncodedHit(self._read(key, spec, read), self.tier)
-
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
-        """The file, if it is in the order of the layers: no decoding, one shape."""
-        started = time.perf_counter()
-        name, spec = self._name(key), file_spec(key, layout, self._codec)
-        if not is_layered(layout, self._codec):
-            return None
-        with self._counted(key):
-            blob = self._blob(name, spec)
-
-            @contextmanager
-            def guard() -> Iterator[None]:
-                with self._counted(key), self._dropping(name, blob):
-                    yield
-
-            opening = time.perf_counter() - started
-
-            def found(size: int, seconds: float) -> None:
-                self._counters.hit(self.tier, size, opening + seconds)
-
-            try:
-                with self._dropping(name, blob):
-                    return LayerFile(blob, spec, self.tier, guard, found, self.signing_key)
-            except BaseException:
-                close(blob)
-                raise
 
     def _read(self, key: ChunkKey, spec: FileSpec, read: Callable[[ReadV, int], T]) -> T:
         """What a reading of a chunk's bytes gives; it is counted, whatever comes of it."""

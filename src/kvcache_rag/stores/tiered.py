@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Codec, EncodedChunk, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
-    from kvcache_rag.stores.base import ChunkReader
 
 AnyHit = TypeVar("AnyHit", Hit, EncodedHit)
 
@@ -118,16 +117,6 @@ class TieredStore(ChunkStore):
         self._counters.add("misses")
         raise worst or ChunkNotFoundError(f"chunk {key.digest} is not stored; prefill it")
 
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
-        """The first tier's, when it holds the key; from the others `get` has to promote it."""
-        self.generation(check_key(key).namespace)
-        opened, first = None, self.tiers[0]
-        with suppress(ChunkNotFoundError):  # gone or damaged: `get` asks the other tiers too
-            opened = first.reader(key, layout) if first.contains(key) else None
-        for slower in self.tiers[1:] if opened else ():
-            slower.touch(key)
-        return opened
-
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Write to all tiers; True when any of them kept the chunk."""
         now = self.generation(check_key(key).namespace)
@@ -213,12 +202,6 @@ class TieredStore(ChunkStore):
         """
         own = self._counters.stats()
         return joined(own, [store.stats() for store in self.tiers], own.put_failures)
-
-    def promote(self, key: ChunkKey, chunk: ChunkKV, tier: str) -> None:
-        """Copy a chunk that `tier` holds into the faster tiers."""
-        source = {store.tier: index for index, store in enumerate(self.tiers)}.get(tier, 0)
-        if source:
-            self._promote(key, chunk, source, self.generation(key.namespace))
 
     def _promote(
         self, key: ChunkKey, chunk: ChunkKV | EncodedChunk, source: int, generation: int
