@@ -99,10 +99,12 @@ def sequential(descriptor: int) -> ReadV:
 def in_memory(data: Buffer) -> ReadV:
     """Read bytes that are here already."""
 
+    view = memoryview(data)  # whose pieces are no copies
+
     def read(buffers: Sequence[memoryview], offset: int) -> int:
         begin = offset
         for buffer in buffers:
-            piece = data[begin : begin + len(buffer)]
+            piece = view[begin : begin + len(buffer)]
             buffer[: len(piece)] = piece
             begin += len(piece)
         return begin - offset
