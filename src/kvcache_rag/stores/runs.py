@@ -98,7 +98,6 @@ def sequential(descriptor: int) -> ReadV:
 
 def in_memory(data: Buffer) -> ReadV:
     """Read bytes that are here already."""
-
     view = memoryview(data)  # whose pieces are no copies
 
     def read(buffers: Sequence[memoryview], offset: int) -> int:
