@@ -72,7 +72,7 @@ def test_an_engine_answers_from_it(place: str) -> None:
     model, kept = make_model(), PLACES[place]()
 
     def make_engine(**options: Any) -> Engine:
-        return Engine(model, make_tokenizer(), cost_aware=False, **options)
+        return Engine(model, make_tokenizer(), **options)
 
     engine = make_engine(store=StoredChunks(kept))
     engine.add(TEXTS)

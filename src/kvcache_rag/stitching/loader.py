@@ -203,8 +203,8 @@ class ContextLoader:
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
         """
         started = time.perf_counter()
+        prefix = self.prefiller.prefix()  # first: what is missing is computed behind it
         context, found = self._find(chunks, _Where(self._places(buffer, chunks)))
-        prefix = self.prefiller.prefix()
         members: list[Chunk] = found if prefix is None else [prefix, *found]
         segments = placed(members, scheme, adjacent=adjacent)
         loaded = time.perf_counter()
