@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
@@ -11,8 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import ContextTooLongError, Engine, InvalidInputError, PromptTemplate, Reuse
+from kvcache_rag import (
+    ContextTooLongError,
+    DiskStore,
+    Engine,
+    InvalidInputError,
+    PromptTemplate,
+    Reuse,
+    StoredChunk,
+)
 from kvcache_rag.generation.request import split_rounds
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SIZES = st.lists(st.integers(1, 40), max_size=12)
 ROOM = st.integers(0, 120)
@@ -243,3 +255,26 @@ def test_an_answer_ends_before_a_marker_of_documents(plain: bool) -> None:
         assert (answer.text, answer.finish_reason) == (said, "stop")
     else:
         assert "".join(engine.stream("Who?", ["It is.", "It was."], **options)) == said
+
+
+@pytest.mark.parametrize("tokens", [-3, 0, 1, CHUNK - 1, CHUNK + 1, 10**6])
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+def test_law_what_a_reference_says_of_a_length_changes_no_answer(
+    tmp_path: Path, tokens: int, rotation: Any
+) -> None:
+    """Whatever a row has beside its text is a hint: nothing is refused, lost or put aside."""
+    store = DiskStore(tmp_path)
+    engine = Engine(
+        build("llama"), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+    )
+    texts = [letter * (CHUNK - 1) for letter in "abc"]
+    keys = engine.add(texts)
+    expected = engine.generate("Which?", texts, max_new_tokens=NEW)
+    rows = [StoredChunk(key, text=text) for key, text in zip(keys, texts, strict=True)]
+    rows[1] = StoredChunk(replace(keys[1], tokens=tokens), text=texts[1])
+    found = engine.generate("Which?", rows, max_new_tokens=NEW)
+    assert found.token_ids == expected.token_ids
+    assert found.metrics.prompt_tokens == expected.metrics.prompt_tokens
+    assert found.metrics.prefilled_tokens == 0, "its chunk is found by its text"
+    assert all(map(store.contains, keys))
+    assert store.stats().corrupt == 0

@@ -179,11 +179,14 @@ class Planner:
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
             overflow = "drop_lowest"
-        sizes = [len(chunk) for chunk in context]
         window, beyond = self.window, self.beyond
         if self.longest > window and policy.is_full:
             window, beyond = self.longest, ""
         room = window - len(self.renderer.prefix_ids) - max_new_tokens
+        if sum(map(len, context)) > room - len(query):
+            # What a row says of a length is a hint: before anything is left out, its text counts.
+            context = [self._measured(chunk, index) for index, chunk in enumerate(context)]
+        sizes = list(map(len, context))
         later_room = 0
         if overflow == "refine" and sum(sizes) > room - len(query):
             # A later question carries an answer of up to `max_new_tokens` besides its own.
@@ -305,6 +308,12 @@ class Planner:
             return ContextChunk(key, (), text, place=index)
         return self._from_text(text, index, "evicted")
 
+    def _measured(self, chunk: ContextChunk, index: int) -> ContextChunk:
+        """A chunk with the length that its text has, if that is known."""
+        if chunk.ids or chunk.text is None:
+            return chunk
+        return self._from_text(chunk.text, index)
+
     def _from_text(self, text: str, index: int, why: MissReason | Literal[""] = "") -> ContextChunk:
         if not text.strip():
             raise InvalidInputError(f"chunk {index} is empty; leave it out")
@@ -329,6 +338,8 @@ class Planner:
             return "this model keeps no keys and values, so no key belongs to it; pass texts"
         if not re.fullmatch("[0-9a-f]{64}", str(key.digest)):
             return f"{key.digest!r} is not the digest of a chunk; pass the chunk's text"
+        if not isinstance(key.tokens, int) or key.tokens < 1:
+            return f"chunk {key.digest[:12]} has no {key.tokens!r} tokens; pass the chunk's text"
         expected = (mine.spec, mine.namespace, len(mine.prefix_ids))
         if (key.spec, key.namespace, key.start) == expected:
             return ""
