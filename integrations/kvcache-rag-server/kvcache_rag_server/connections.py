@@ -1,7 +1,8 @@
-"""What speaks HTTP on a connection: one of uvicorn's classes, with bounds for what comes on it.
+"""What speaks HTTP on a connection: uvicorn's h11, with honest refusals and an end to silence.
 
-Uvicorn gives up idle connections only behind a first answer, and none whose request never ends;
-with httptools it keeps whatever heads a client sends, trailers behind a body among them.
+h11 counts the bytes of a head by itself.  Uvicorn says 400 in plain text to whatever h11 refuses,
+breaks the connection under a client that still sends, which then never reads that, and closes an
+idle connection only behind a first answer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ import json
 import sys
 import uuid
 from http import HTTPStatus
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from h11 import IDLE
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcache_rag_server.backend import INVALID, Failed
 from kvcache_rag_server.errors import body
 
-AUTO: Final = "auto"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 HEAD: Final = 64 << 10
 """Bytes of a request's head: its first line and its headers."""
+
+SETTINGS: Final[Mapping[str, Any]] = {"h11_max_incomplete_event_size": HEAD, "ws": "none"}
+"""For `uvicorn.Config`, beside `http=patient(...)`."""
 
 _PIECE: Final = 4 << 10  # bytes of a head that h11 is given before it looks how long that is
 
@@ -28,26 +36,20 @@ _LINGER: Final = 1.0  # seconds in which what it still sends is thrown away
 _MOST: Final = 1 << 20  # bytes of it
 
 
-class Connection(asyncio.Protocol):
-    """A connection that may be silent for a while only; mixed into a class of uvicorn's.
+class Connection(H11Protocol):
+    """A connection that may be silent for a while only.
 
     Attributes:
         patience: Seconds between two looks whether something is asked.
-        transport: Uvicorn's.
-        cycle: Uvicorn's name of a request and its answer; the last one stays when it is over.
-        conn: Its parser, if that is h11.
     """
 
     patience: ClassVar[float]
-    transport: asyncio.Transport
-    cycle: Any
-    conn: Any
 
     _timer: asyncio.TimerHandle | None = None
     _seen: object = None
     _thrown_away: int | None = None  # bytes, once the client was refused
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._wait()
 
@@ -58,29 +60,21 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         while data and self._thrown_away is None:
-            room = self._room()
+            room = _PIECE if self.conn.their_state is IDLE else HEAD
             piece, data = data[:room], data[room:]
-            self._parse(piece)
+            super().data_received(piece)
         if data:
-            self._throw_away(len(data))
+            self._thrown_away = (self._thrown_away or 0) + len(data)
+            if self._thrown_away > _MOST:
+                self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Uvicorn calls it, in its handler of the parser's error, for what is no HTTP."""
+        """Say what is wrong unless something else is being said, and close the connection.
+
+        Uvicorn calls it in its handler of h11's error.
+        """
         del msg
-        status = getattr(sys.exc_info()[1], "error_status_hint", 400)  # h11 counts heads by itself
-        self._refuse(_TOO_LONG if status == _TOO_LONG.status else _NO_HTTP)
-
-    def _room(self) -> int:
-        """Bytes to parse before it is looked how long a head is."""
-        from h11 import IDLE  # where this is not httptools, it is h11
-
-        return _PIECE if self.conn.their_state is IDLE else HEAD
-
-    def _parse(self, piece: bytes) -> None:
-        super().data_received(piece)
-
-    def _refuse(self, failed: Failed) -> None:
-        """Say what is wrong unless something else is being said, and close the connection."""
+        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         self._thrown_away, cycle = 0, self.cycle
         if cycle is not None and not cycle.response_complete:
             # As when the client leaves: nothing is sent behind what is sent now.
@@ -89,14 +83,9 @@ class Connection(asyncio.Protocol):
             if cycle.response_started:
                 self.transport.close()
                 return
-        self.transport.write(_written(failed))
+        self.transport.write(_written(_TOO_LONG if status == _TOO_LONG.status else _NO_HTTP))
         self.transport.write_eof()
         asyncio.get_running_loop().call_later(_LINGER, self.transport.close)
-
-    def _throw_away(self, nbytes: int) -> None:
-        self._thrown_away = (self._thrown_away or 0) + nbytes
-        if self._thrown_away > _MOST:
-            self.transport.abort()
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
@@ -110,54 +99,15 @@ class Connection(asyncio.Protocol):
         self._wait()
 
 
-class CountedConnection(Connection):
-    """One of httptools, which counts nothing by itself.
-
-    What stands between two parts of a body and behind the last one is counted as a head is.
-    """
-
-    _head = 0  # bytes since the last head or part of a body was complete
-
-    def on_headers_complete(self) -> None:
-        self._head = 0
-        super().on_headers_complete()  # type: ignore[misc]  # of the class this is mixed into
-
-    def on_body(self, body: bytes) -> None:
-        self._head = 0
-        super().on_body(body)  # type: ignore[misc]  # as above
-
-    def on_message_complete(self) -> None:
-        self._head = 0
-        super().on_message_complete()  # type: ignore[misc]  # as above
-
-    def _room(self) -> int:
-        return HEAD - self._head
-
-    def _parse(self, piece: bytes) -> None:
-        self._head += len(piece)
-        super()._parse(piece)
-        if self._head >= HEAD and self._thrown_away is None:
-            self._refuse(_TOO_LONG)
-
-
-def patient(limit: float, http: str = AUTO) -> type[Connection]:
+def patient(limit: float) -> type[Connection]:
     """What speaks HTTP and waits so long for a request: `uvicorn.Config(http=patient(15.0))`.
-
-    h11 counts heads by itself: say `h11_max_incomplete_event_size=HEAD`, too.
 
     Args:
         limit: Seconds for which a connection may be silent, or take to send the head of a request;
             up to twice that behind an answer.  An answer takes as long as it takes.
-        http: Name of uvicorn's implementation: "auto", "h11" or "httptools".
     """
-    from uvicorn.config import HTTP_PROTOCOLS
-    from uvicorn.importer import import_from_string
 
-    places: dict[str, str] = dict(HTTP_PROTOCOLS)
-    implementation: Any = import_from_string(places[http])
-    kind: Any = CountedConnection if hasattr(implementation, "on_body") else Connection
-
-    class Configured(kind, implementation):  # type: ignore[misc]  # known when run
+    class Configured(Connection):
         patience = limit
 
     return Configured

@@ -18,7 +18,7 @@ from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.filesystem import why_unwritable
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.connections import HEAD, patient
+from kvcache_rag_server.connections import SETTINGS, patient
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
@@ -328,10 +328,9 @@ def server_of(app: FastAPI) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             lifespan="off",
-            ws="none",
             http=patient(_PATIENCE),
-            h11_max_incomplete_event_size=HEAD,
             timeout_keep_alive=2 * _PATIENCE,
+            **SETTINGS,
         )
     )
 

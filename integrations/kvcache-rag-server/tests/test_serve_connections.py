@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from serve_fakes import DEADLINE
 
-from kvcache_rag_server.connections import HEAD, patient
+from kvcache_rag_server.connections import HEAD, SETTINGS, patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +43,8 @@ class App:
 
 
 @contextmanager
-def served(app: App, http: str, seconds: float = SECONDS) -> Iterator[int]:
-    """Serve with uvicorn, which has two implementations; gives the port."""
+def served(app: App, seconds: float = SECONDS) -> Iterator[int]:
+    """Serve with uvicorn; gives the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -52,10 +52,9 @@ def served(app: App, http: str, seconds: float = SECONDS) -> Iterator[int]:
             app,
             log_level="warning",
             lifespan="off",
-            ws="none",
             timeout_keep_alive=10_000,
-            http=patient(seconds, http),
-            h11_max_incomplete_event_size=HEAD,
+            http=patient(seconds),
+            **SETTINGS,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -92,7 +91,6 @@ def until_closed(connection: socket.socket) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
 @pytest.mark.parametrize(
     ("sent", "answers"),
     [
@@ -103,17 +101,14 @@ def until_closed(connection: socket.socket) -> bytes:
         (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{", 1),  # a body nobody reads
     ],
 )
-def test_a_connection_that_asks_nothing_is_closed(http: str, sent: bytes, answers: int) -> None:
-    pytest.importorskip(http)
-    with served(App(), http) as port:
+def test_a_connection_that_asks_nothing_is_closed(sent: bytes, answers: int) -> None:
+    with served(App()) as port:
         assert until_closed(connected(port, sent)).count(b"200 OK") == answers
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_one_that_waits_for_its_answer_is_not(http: str) -> None:
-    pytest.importorskip(http)
+def test_one_that_waits_for_its_answer_is_not() -> None:
     app = App()
-    with served(app, http) as port:
+    with served(app) as port:
         waiting = connected(port, b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert app.has_begun.wait(DEADLINE)
         for _ in range(3):  # longer than any silent one stays
@@ -146,10 +141,8 @@ def is_too_long(answer: bytes) -> bool:
     return error["code"] == "headers_too_large" and str(HEAD) in error["message"]
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_a_head_has_its_size(http: str) -> None:
-    pytest.importorskip(http)
-    with served(App(), http) as port:
+def test_a_head_has_its_size() -> None:
+    with served(App()) as port:
         for size in (1000, HEAD - 1000, HEAD):
             assert until_closed(connected(port, head_of(size))).endswith(b"yes")
         for sent in (
@@ -173,11 +166,9 @@ def test_a_head_has_its_size(http: str) -> None:
             assert is_too_long(until_closed(connection))
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_small_parts_of_a_body_do_not_count_and_what_stands_behind_them_does(http: str) -> None:
-    pytest.importorskip(http)
+def test_small_parts_of_a_body_do_not_count_and_what_stands_behind_them_does() -> None:
     chunked = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with served(App(), http, PATIENT) as port:
+    with served(App(), PATIENT) as port:
         # More than a head has around the bytes, and read by h11 before anybody loses patience.
         parts = b"1\r\n{\r\n" * (HEAD // 4)
         with connected(port, chunked, parts, b"0\r\n\r\n") as connection:
@@ -202,12 +193,10 @@ def flood(connection: socket.socket, line: bytes, most: int) -> int:
     return sent
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_memory_is_flat_whatever_comes_as_headers(http: str) -> None:
-    pytest.importorskip(http)
+def test_memory_is_flat_whatever_comes_as_headers() -> None:
     process, most = psutil.Process(), 64 << 20
     line = b"x-long: " + b"a" * 1000 + b"\r\n"
-    with served(App(), http) as port:
+    with served(App()) as port:
         sizes = []
         for _ in range(4):
             with connected(port, ASK) as connection:
@@ -217,22 +206,18 @@ def test_memory_is_flat_whatever_comes_as_headers(http: str) -> None:
         assert until_closed(connected(port, ASK + b"\r\n")).endswith(b"yes")
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_what_is_no_http_is_told_so(http: str) -> None:
-    pytest.importorskip(http)
-    with served(App(), http) as port:
+def test_what_is_no_http_is_told_so() -> None:
+    with served(App()) as port:
         for sent in (b"\x16\x03\x01\x02\r\n\r\n", b"HELLO\r\n\r\n", b"GET / HTTP/x\r\n\r\n"):
             answer = until_closed(connected(port, sent))
             assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
             assert "HTTP" in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_a_running_answer_is_not_mixed_with_a_refusal(http: str) -> None:
-    pytest.importorskip(http)
+def test_a_running_answer_is_not_mixed_with_a_refusal() -> None:
     app = App()
     post = b"POST /slow HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with served(app, http) as port:
+    with served(app) as port:
         connection = connected(port, post)
         assert app.has_begun.wait(DEADLINE)
         connection.sendall(b"no chunk\r\n")  # the body turns out to be none
