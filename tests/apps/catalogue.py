@@ -17,9 +17,9 @@ from scripted import NATIVE, RESPONSE, scripted
 from kvcache_rag import Engine, PromptTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from kvcache_rag import Metrics
+    from kvcache_rag import Answer, Metrics
 
 EVERY: Final = "every chunk"
 PART: Final = "the chunks that are the same again"
@@ -75,11 +75,15 @@ class CountingEngine(Engine):
 
     costs: list[Metrics]
 
-    def _run(self, planned: Any, run: Any, plan: Any = None) -> Any:
-        answered = super()._run(planned, run, plan)
-        given = answered if isinstance(answered, list) else [answered]
-        self.costs += [one.metrics for one in given]
-        return answered
+    def _answered(self, *asked: Any) -> Answer:
+        answer = super()._answered(*asked)
+        self.costs.append(answer.metrics)
+        return answer
+
+    def generate_batch(self, questions: Sequence[Any], **options: Any) -> list[Answer]:
+        answers = super().generate_batch(questions, **options)
+        self.costs += [answer.metrics for answer in answers]
+        return answers
 
 
 def scripted_engine(costs: list[Metrics], *answers: str) -> CountingEngine:

@@ -297,7 +297,13 @@ def summary_index(kit: Kit) -> Asking:
     return lambda: engine.query(QUESTION)
 
 
-@app(FRAMEWORK, "an upsert: `index.refresh_ref_docs`", PART, "the changed document is computed")
+@app(
+    FRAMEWORK,
+    "an upsert: `index.refresh_ref_docs`",
+    PART,
+    "the changed document is computed; of a long one, `with store.replacing():` around it keeps "
+    "the chunks that did not change",
+)
 def upsert(kit: Kit) -> Asking:
     index = kit.index()
     engine = index.as_query_engine(llm=kit.llm, similarity_top_k=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -165,6 +166,28 @@ def test_updated_node_drops_its_old_chunk(
     assert deleted == [old.digest]
     assert row(store, "a")["kv_key"] == new.digest
     assert prefilled() == 2
+
+
+def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
+    store: KVCacheVectorStore, engine: Engine, deleted: list[str], prefilled: Count
+) -> None:
+    store.add([node("a", "First."), node("b", "Second.")])
+    assert prefilled() == 2
+    with store.replacing():
+        store.clear()
+        assert deleted == []
+        store.add([node("c", "First."), node("d", "Third.")])
+    first, second, third = keys_of(engine, "First.", "Second.", "Third.")
+    assert prefilled() == 1
+    assert deleted == [second.digest]
+    assert all(map(engine.store.contains, [first, third]))
+    with suppress(KeyError), store.replacing():
+        store.delete_nodes(["c", "d"])
+        raise KeyError
+    assert sorted(deleted[1:]) == sorted([first.digest, third.digest]), "nobody has them any more"
+    store.add([node("c", "First.")])
+    store.clear()
+    assert deleted[3:] == [first.digest], "outside the block KV goes at once"
 
 
 def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: Engine) -> None:

@@ -7,6 +7,7 @@ to KV stand beside the metadata of rows; a framework says by a subclass what it 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
@@ -15,7 +16,7 @@ from kvcache_rag.integration.references import REFERENCE_KEYS, Reference
 from kvcache_rag.integration.rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration.rows import NewRow, Row
@@ -135,6 +136,18 @@ class PrefilledCollection(ABC):
             else:
                 prefiller.delete(rows)
         return {"deleted": len(rows)}
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Keep the KV of rows that go until the block ends; what is written again still has it."""
+        with self._rows.writing():
+            leaving = self._rows.leaving = []
+        try:
+            yield
+        finally:
+            with self._rows.writing():
+                self._rows.leaving = None
+                self.prefiller.drop(leaving)
 
     def drop_by(self, delete: Callable[[], None]) -> None:
         """Run `delete`, which drops the collection, and delete the KV of its rows."""

@@ -179,6 +179,9 @@ class RowPrefiller:
         engine = self.engine
         if engine is None:
             return
+        if self.rows.leaving is not None:
+            self.rows.leaving += rows
+            return
         gone = self._unused({reference.key: reference for reference in _references(rows)})
         keys = [reference.resolve(engine) for reference in gone.values()]
         # What another model computed is another engine's to delete; its store ages it out.

@@ -33,6 +33,7 @@ from llama_index.kvcache_rag.rows import DOCUMENT_KEY, NodeCollection, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
+    from contextlib import AbstractContextManager
     from os import PathLike
 
     from chromadb.api import ClientAPI
@@ -238,6 +239,14 @@ class KVCacheVectorStore(ChromaVectorStore):
         return self._prefilled.prefill_missing(show_progress=show_progress)
 
     # ------------------------------------------------------------------ deleting
+    def replacing(self) -> AbstractContextManager[None]:
+        """For a block that deletes and writes again: chunks that stay the same keep their KV.
+
+        As in `with store.replacing(): index.refresh_ref_docs(documents)`.  The KV of what was
+        deleted and not written again goes at the end of the block.
+        """
+        return self._prefilled.replacing()
+
     def delete_documents(self, ref_doc_ids: Sequence[str], keep: Container[str] = ()) -> None:
         """`delete` for many documents in few calls; nodes of the ids in `keep` stay."""
         self._prefilled.delete_holding(DOCUMENT_KEY, ref_doc_ids, keep)
