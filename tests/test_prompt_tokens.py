@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import re
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import make_model, make_tokenizer
 from test_prompt import CHATML, GEMMA, LLAMA3, MISTRAL
+from tokenizers import normalizers
 from tokenizers_zoo import CONTROLLED, WithoutOffsets
 from transformers import AutoTokenizer
 
@@ -512,3 +515,112 @@ def test_other_parts_do_not_call_the_tokenizer() -> None:
     }
     # One reads grammars, which are no part of a prompt.
     assert {line for line in found if not line.startswith(("tokens.py", "grammar.py"))} == set()
+
+
+# ---------------------------------------------------------------------- the app's tokenizer
+def fresh_tokenizer() -> Any:
+    return copy.deepcopy(make_tokenizer())
+
+
+def shortened(tokenizer: Any) -> None:
+    tokenizer(["The lamp is red.", "A ship."], truncation=True, max_length=3, padding=True)
+
+
+def switched(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+
+
+def otherwise_written(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.split_special_tokens = True
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    tokenizer.model_max_length = 4
+    tokenizer.bos_token = "!"
+    tokenizer.clean_up_tokenization_spaces = True
+
+
+USES = [shortened, switched, otherwise_written]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_a_prompt_is_the_same_whatever_the_app_does_to_its_tokenizer(use: Any) -> None:
+    texts = ["The lamp of the lighthouse is red.", "Ships pass it <|im_end|> at night."]
+    tokenizer, fresh = fresh_tokenizer(), fresh_tokenizer()
+    tokenizer.chat_template = fresh.chat_template = CHATML
+    model = make_model()
+    engine, other = Engine(model, tokenizer), Engine(model, fresh)
+    expected = other.tokenize("Which lamp?", texts), other.generate("Which lamp?", texts[:1])
+    use(tokenizer)
+    found = engine.tokenize("Which lamp?", texts), engine.generate("Which lamp?", texts[:1])
+    assert (found[0], found[1].text, found[1].token_ids) == (
+        expected[0],
+        expected[1].text,
+        expected[1].token_ids,
+    )
+    assert engine.keys(texts) == other.keys(texts)
+
+
+def test_the_app_cuts_its_texts_while_ours_are_read() -> None:
+    texts = [f"Text {number}: the lamp of the lighthouse is red." for number in range(40)]
+    tokenizer = fresh_tokenizer()
+    engine = Engine(make_model(), tokenizer)
+    expected = [Engine(engine.model, fresh_tokenizer()).keys([text])[0] for text in texts]
+    lengths = {len(ids) for ids in tokenizer(texts, truncation=True, max_length=9)["input_ids"]}
+    stop = threading.Event()
+
+    def app() -> list[set[int]]:
+        seen = []
+        while not stop.is_set():
+            read = tokenizer(texts, truncation=True, max_length=9, padding=True)
+            seen.append({len(ids) for ids in read["input_ids"]})
+        return seen
+
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(app)
+        found = [engine.add([text])[0] for text in texts]
+        stop.set()
+    assert found == expected
+    assert all(one == lengths for one in running.result()), "nor is what the app reads ours"
+
+
+def added(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["lighthouse"])
+
+
+def lowered(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+@pytest.mark.parametrize("change", [added, lowered], ids=lambda change: change.__name__)
+def test_what_is_changed_for_good_counts_as_for_an_engine_made_now(change: Any) -> None:
+    text, question = "The lamp of the lighthouse is red.", "Which lighthouse?"
+    tokenizer = fresh_tokenizer()
+    model = copy.deepcopy(make_model())
+    model.resize_token_embeddings(128)
+    template = PromptTemplate(special_tokens="allow")  # so that an added token is read as one
+    engine = Engine(model, tokenizer, template=template)
+    tenant = engine.in_namespace("tenant")
+    (before,) = engine.add([text])
+    tenant.add([text])
+    change(tokenizer)
+    fresh = fresh_tokenizer()
+    change(fresh)
+    other = Engine(model, fresh, template=template, store=engine.store)
+    assert engine.keys([text]) == other.keys([text]) != [before]
+    for mine, its in ((engine, other), (tenant, other.in_namespace("tenant"))):
+        assert mine.tokenize(question, [text]) == its.tokenize(question, [text])
+        answer = mine.generate(question, [text])
+        assert answer.metrics.misses == 1
+        assert answer.token_ids == its.generate(question, [text]).token_ids
+
+
+def test_a_tokenizer_that_reads_at_random_is_refused() -> None:
+    tokenizer = fresh_tokenizer()
+    engine = Engine(make_model(), tokenizer)
+    tokenizer.backend_tokenizer.model.dropout = 0.5
+    with pytest.raises(InvalidInputError, match=r"leaves out merges at random \(dropout=0.5\)"):
+        engine.generate("Which lamp?", ["The lamp is red."])
+    tokenizer.backend_tokenizer.model.dropout = None
+    assert engine.generate("Which lamp?", ["The lamp is red."]).text

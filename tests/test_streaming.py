@@ -308,8 +308,11 @@ async def test_a_stream_cancelled_while_it_is_started_stops_too(
 
 
 async def test_closing_an_async_stream_stops_the_model(engine: Engine, steps: Steps) -> None:
+    unread = engine.astream(QUESTION, TEXTS, max_new_tokens=LONG)
+    await unread.aclose()
+    assert [piece async for piece in unread] == [], "as of any generator that was closed"
+    assert steps.count == 0
     stream = engine.astream(QUESTION, TEXTS, max_new_tokens=LONG)
-    await stream.aclose()  # not started: nothing to do
     await stream.__anext__()
     await stream.aclose()
     assert steps.count < LONG / 2

@@ -235,11 +235,12 @@ class Auxiliary:
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
         # The main model may be this very one, whose answer waits for these scores.
-        self.engine._follow_weights(wait=False)
-        if self._loader.prefiller.spec != self.engine._capturing.spec:
+        self.engine._follow(wait=False)
+        renderer = self.engine._renderer
+        is_current = self._loader.prefiller.spec == self.engine._capturing.spec
+        if not is_current or self._loader.renderer is not renderer:
             with self._lock:
                 self._look_at_model()
-        renderer = self.engine._renderer
         query = renderer.query_ids(question)
         room = self.engine.context_window - len(renderer.prefix_ids) - len(query)
         pieces = self._pieces(chunks)

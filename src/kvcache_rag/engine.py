@@ -147,9 +147,20 @@ class Engine:
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
-        longest = self._adapter.longest(context_window)  # without cached chunks
-        self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = lock_of(self._adapter.model)
+        self._changes = 0
+        self._bind()
+        self._gate: BoundGate | None = None
+        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
+        if gate is not None and self._prefiller is not None:
+            stores = (self.store, self.combinations)
+            self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
+        telemetry.opened(self._adapter, self.store, rotation)
+
+    def _bind(self) -> None:
+        """Bind template and tokenizer, as it reads texts now, to model and stores."""
+        longest = self._adapter.longest(self._options["context_window"])  # without cached chunks
+        self._renderer = PromptRenderer(self.template, self.tokenizer)
         joint = self._loader(self.combinations, None)
         loader = self._loader(self.store, joint)
         self._prefiller = loader.prefiller if loader else None
@@ -163,23 +174,17 @@ class Engine:
         )
         # What the chunks are addressed by; a model without a prefiller has none.
         self._weights = None if loader is None else self._adapter.weights.identity
-        self._gate: BoundGate | None = None
-        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
-        if gate is not None and self._prefiller is not None:
-            stores = (self.store, self.combinations)
-            self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
         with self._lock:  # it may try out the model
             self._answerer = Answerer(
                 self._adapter,
-                tokenizer,
+                self._renderer.encoder.tokenizer,
                 self._renderer,
                 loader,
                 self.context_window,
                 longest,
-                auxiliary,
-                rotation,
+                self.auxiliary,
+                self._options["rotation"],
             )
-        telemetry.opened(self._adapter, self.store, rotation)
 
     @classmethod
     def from_pretrained(
@@ -279,34 +284,53 @@ class Engine:
         if self._weights is not None:
             self._adapter.weights.written()
 
-    def _follow_weights(self, *, wait: bool = True) -> bool:
-        """Address chunks by the weights as they are now; whether they had changed.
+    def _follow(self, *, wait: bool = True) -> int:
+        """Address chunks by the weights and the tokenizer as they are now.
 
         Args:
             wait: Whether to wait for the answer in progress; else it is left for the next call.
+
+        Returns:
+            How often they have changed: what was planned at another number is planned anew.
         """
-        own = self._weights
-        if own is None:
-            return False
-        weights = self._adapter.weights
-        if weights.are_unchanged() and weights.identity is own:
-            return False
-        if not self._lock.acquire(blocking=wait):
-            return False
+        if self._is_current() or not self._lock.acquire(blocking=wait):
+            return self._changes
         try:
-            self._weights = weights.follow()
-            if self._weights is own:
-                return False
-            loader = self._answerer.loader
-            for part in (loader, loader.combinations) if loader else ():
-                if part is not None:
-                    part.prefiller.follow_weights()
-            if self._gate is not None and self._prefiller is not None:
+            before = self._changes
+            if not self._renderer.is_current:
+                self._bind()
+                self._changes += 1
+            if self._weights is not None:
+                weights = self._adapter.weights.follow()
+                if weights is not self._weights:
+                    self._weights = weights
+                    self._follow_weights()
+                    self._changes += 1
+            if self._changes != before and self._gate is not None and self._prefiller is not None:
                 self._gate = self._gate.rebound(self._prefiller, self._renderer)
-            self._follow_training()
-            return True
+            return self._changes
         finally:
             self._lock.release()
+
+    def _follow_weights(self) -> None:
+        loader = self._answerer.loader
+        for part in (loader, loader.combinations) if loader else ():
+            if part is not None:
+                part.prefiller.follow_weights()
+        self._follow_training()
+
+    @property
+    def _reader(self) -> PromptRenderer:
+        """The template with the tokenizer as it is now."""
+        if not self._renderer.is_current:
+            self._follow()
+        return self._renderer
+
+    def _is_current(self) -> bool:
+        weights = self._adapter.weights
+        return self._renderer.is_current and (
+            self._weights is None or (weights.are_unchanged() and weights.identity is self._weights)
+        )
 
     def _follow_training(self) -> None:
         """Let the default be that of the adapters that are active now."""
@@ -331,24 +355,24 @@ class Engine:
     @property
     def prefix_text(self) -> str:
         """What stands before the first chunk of every prompt."""
-        return self._renderer.prefix_text
+        return self._reader.prefix_text
 
     @property
     def spec(self) -> str:
         """Digest of everything about model and storage that cached chunks depend on."""
-        self._follow_weights()
+        self._follow()
         return self._capturing.spec
 
     @property
     def identity(self) -> Identity:
         """What a verdict of `kvcache-rag verify` about this engine is about."""
-        self._follow_weights()
+        self._follow()
         return identity(self._capturing, self._planner.renderer)
 
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         _ = self._capturing
-        self._follow_weights()
+        self._follow()
         return [chunk.key for chunk in self._planner.chunks(texts)]
 
     def nbytes(self, key: ChunkKey) -> int:
@@ -364,7 +388,8 @@ class Engine:
         mine = self._capturing
         key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
         mismatch = self._planner.mismatch(key)
-        if mismatch and self._follow_weights():
+        if mismatch:
+            self._follow()
             mismatch = self._planner.mismatch(key)
         if mismatch:
             raise FingerprintMismatchError(mismatch)
@@ -392,7 +417,7 @@ class Engine:
             ContextTooLongError: If one does not fit the context window.
         """
         _ = self._capturing
-        self._follow_weights()
+        self._follow()
         yields = policy is self._yielding and len(chunks) > 1
         if yields or policy.is_full or (self._gate is not None and self._gate.objection(policy)):
             return []
@@ -445,10 +470,10 @@ class Engine:
     ) -> list[ChunkKey]:
         """`add` without auxiliary models."""
         started = time.perf_counter()
+        self._follow()
         prefiller = self._prefiller or self._capturing  # which says why there is none
         if self._refusal:
             self._warn_refused()
-        self._follow_weights()
         chunks = self._planner.chunks(texts)
         if chunks:
             with self._lock:
@@ -501,7 +526,7 @@ class Engine:
         _ = self._capturing
         if self._joint is None:
             raise InvalidInputError("this model keeps no keys and values")
-        self._follow_weights()
+        self._follow()
         joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
         with telemetry.added(self._adapter, joined, started) as computed:
             computed.append(self._joint.fill(joined, self._lock, show_progress=show_progress))
@@ -584,7 +609,7 @@ class Engine:
             InvalidInputError: If the template cannot write these messages.
         """
         arguments = ChatArguments.of(tools, chat_template_kwargs)
-        return self._renderer.render_chat(messages, arguments)
+        return self._reader.render_chat(messages, arguments)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
         """A prompt for `complete` of which users or documents brought parts.
@@ -600,24 +625,24 @@ class Engine:
         Raises:
             InvalidInputError: If the tokenizer cannot tell a literal from a control token.
         """
-        return self._renderer.compose(write)
+        return self._reader.compose(write)
 
     def tokenize(
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
     ) -> PromptIds:
         """The very ids that every path uses."""
-        return self._renderer.tokenize(question, chunks, history)
+        return self._reader.tokenize(question, chunks, history)
 
     def tokenize_text(self, prompt: str) -> tuple[int, ...]:
         """The ids that `complete` continues, literals of control tokens read as such.
 
         In what `render_chat` wrote, those that a message brought are text.
         """
-        return self._renderer.text_ids(prompt)
+        return self._reader.text_ids(prompt)
 
     def brought_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a text of users or documents by itself, to count or to cut it."""
-        return self._renderer.brought_ids(text)
+        return self._reader.brought_ids(text)
 
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.
@@ -651,9 +676,9 @@ class Engine:
                 cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        self._follow_weights()
+        changes = self._follow()
         request = self._asked(question, chunks, options)
-        with self._turn() as is_changed:
+        with self._turn(changes) as is_changed:
             if is_changed:
                 request = self._asked(question, chunks, options)
             return self._answered(request, emit, cancelled)
@@ -663,11 +688,11 @@ class Engine:
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
         options = {**options, "streaming": True}
-        self._follow_weights()
+        changes = self._follow()
         request = self._asked(question, chunks, options)
 
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
-            with self._turn() as is_changed:
+            with self._turn(changes) as is_changed:
                 now = self._asked(question, chunks, options) if is_changed else request
                 return self._answered(now, emit, cancelled)
 
@@ -682,11 +707,11 @@ class Engine:
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
         cancelled = options.pop("cancelled", None)
-        self._follow_weights()
+        changes = self._follow()
         requests = self._batch(questions, options)
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        with self._turn() as is_changed:
+        with self._turn(changes) as is_changed:
             if is_changed:
                 requests = self._batch(questions, options)
             with telemetry.watched(self._answerer, requests) as answers:
@@ -717,17 +742,23 @@ class Engine:
                 arguments of transformers' `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
+        changes = self._follow()
         request = self._planner.completion(prompt, **options)
-        with self._turn():
+        with self._turn(changes) as is_changed:
+            if is_changed:
+                request = self._planner.completion(prompt, **options)
             return self._answered(request, emit, cancelled)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
-        request = self._planner.completion(prompt, streaming=True, **options)
+        options = {**options, "streaming": True}
+        changes = self._follow()
+        request = self._planner.completion(prompt, **options)
 
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
-            with self._turn():
-                return self._answered(request, emit, cancelled)
+            with self._turn(changes) as is_changed:
+                now = self._planner.completion(prompt, **options) if is_changed else request
+                return self._answered(now, emit, cancelled)
 
         return AnswerStream(run)
 
@@ -780,7 +811,7 @@ class Engine:
             ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
-        self._follow_weights()
+        self._follow()
         asked = self._planner.request(
             question,
             chunks,
@@ -813,7 +844,7 @@ class Engine:
             `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
         """
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
-        self._follow_weights()
+        self._follow()
         request = self._request(question, chunks, options)
         query = (*request.query, *answer_ids)
         request = replace(request, query=query, answer_tokens=len(answer_ids))
@@ -873,13 +904,13 @@ class Engine:
         return any(len(chunks) > most for chunks in request.rounds)
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Hold the model; gives whether weights changed while it was waited for."""
+    def _turn(self, changes: int) -> Iterator[bool]:
+        """Hold the model; gives whether more has changed than when it was planned (`_follow`)."""
         has_waited = not self._lock.acquire(blocking=False)
         if has_waited:
             self._lock.acquire()
         try:
-            yield has_waited and self._follow_weights()
+            yield (self._follow() if has_waited else self._changes) != changes
         finally:
             self._lock.release()
 

@@ -133,6 +133,14 @@ class RemoteForms(ConversationForms):
         """For the server at `url`."""
         self._url = url
 
+    def _is_current(self, engine: Any) -> bool:
+        return True
+
+    @property
+    def has_chat_template(self) -> bool:
+        """The server writes prompts of messages, with whatever it has."""
+        return True
+
     def form(
         self,
         turns: Sequence[Mapping[str, Any]],

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -192,6 +193,7 @@ def _tokens(model: Any, tokenizer: Any) -> Any:
             "model.generation_config.eos_token_id"
         )
     ends = stops if isinstance(stops, list) else [stops]
+    tokenizer = TextEncoder.of(tokenizer).tokenizer  # which the app does not switch meanwhile
     library = _llguidance()
     from llguidance.hf import from_tokenizer
 

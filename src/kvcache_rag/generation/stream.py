@@ -150,6 +150,8 @@ class AsyncAnswerStream(AsyncIterator[str]):
         return self
 
     async def __anext__(self) -> str:
+        if self._closed:
+            raise StopAsyncIteration
         try:
             stream = self._stream or await in_thread(self._open)
             piece: str | None = await in_thread(next, stream, None)

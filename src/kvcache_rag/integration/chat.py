@@ -104,16 +104,24 @@ class ConversationForms:
         """Ask nothing of the engine yet."""
         # Not the engine itself, by which its forms are known.
         self._renderer, self._model = engine._renderer, engine.model
-        self._tokenizer = engine.tokenizer
+        self._tokenizer = self._renderer.encoder.tokenizer
 
     @classmethod
     def of(cls, engine: Engine) -> ConversationForms:
-        """The forms of an engine, found out once for as long as it lives."""
+        """The forms of an engine, found out once for as long as its tokenizer stays as it is."""
         with cls._lock:
             known = cls.known.get(engine)
-            if known is None:
+            if known is None or not known._is_current(engine):
                 known = cls.known[engine] = cls(engine)
             return known
+
+    def _is_current(self, engine: Engine) -> bool:
+        return self._renderer is engine._renderer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages are written by a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
     @cached_property
     def grammars(self) -> JsonGrammars:

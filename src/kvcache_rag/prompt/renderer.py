@@ -129,8 +129,9 @@ class PromptRenderer:
     def __init__(self, template: PromptTemplate, tokenizer: Any) -> None:
         """Find where the chunks stand in the chat template, and pin a date it prints."""
         self.template = template
-        self._tokenizer = tokenizer
+        self._given = tokenizer
         self.encoder = TextEncoder.of(tokenizer)
+        self._tokenizer = tokenizer = self.encoder.tokenizer
         self._arguments: dict[str, Any] = dict(template.chat_template_kwargs)
         self._has_chat = bool(getattr(tokenizer, "chat_template", None))
         self._place = self._find_place()
@@ -143,6 +144,11 @@ class PromptRenderer:
         ids = self.encoder.encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tokenizer still reads texts as when this was made."""
+        return TextEncoder.of(self._given) is self.encoder
 
     def tokenize(
         self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, Any]]

@@ -3,11 +3,15 @@
 A tokenizer reads the literal of an added token (`<|im_end|>`) as that token, whoever wrote it.  So
 a text with a literal that users or documents brought is encoded by a second backend, made at load,
 in which every added token has a name that nobody can guess: the template's own stand under those
-names, and what was brought finds none.  Any other text goes through the tokenizer as it is.
+names, and what was brought finds none.
+
+A tokenizer is the app's as well, whose calls cut and pad texts and leave that behind in it for
+others, so all texts are read by a copy.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -16,6 +20,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+import tokenizers
 
 from kvcache_rag.errors import InvalidInputError
 
@@ -78,20 +84,24 @@ class TextEncoder:
     """The one way from a text to its ids.  Safe to use from any thread.
 
     The tokenizer is duck-typed: a call that gives `input_ids`; `added_tokens_decoder`,
-    `backend_tokenizer` and `is_fast` where it has them.  It reads every text without a brought
-    literal and is never switched.  Its user keeps it alive; what is added to it later is not known.
+    `backend_tokenizer` and `is_fast` where it has them.
 
     Attributes:
-        known: The encoders of the tokenizers that there are.
+        tokenizer: The copy that reads every text without a brought literal, writes chats and
+            decodes; nobody else has it, and it is never switched.
+        known: The encoders of the tokenizers that there are, and of their copies.
     """
 
     known: ClassVar[weakref.WeakKeyDictionary[Any, TextEncoder]] = weakref.WeakKeyDictionary()
+    _of_copies: ClassVar[weakref.WeakKeyDictionary[Any, weakref.ref[TextEncoder]]] = (
+        weakref.WeakKeyDictionary()
+    )
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy the tokenizer's backend, with added tokens under other names."""
-        # Weak, because the tokenizer is what its encoder is known by.
-        self._tokenizer = weakref.ref(tokenizer)
+        """Copy the tokenizer as it is now, and its backend with added tokens under other names."""
+        self._form = _form(tokenizer)
+        self.tokenizer = tokenizer = _copied(tokenizer)
         self._control = _control_tokens(tokenizer)
         self._literals = tuple(token.content for token in self._control.values())
         self._normalize = _normalizer(tokenizer, self._control.values())
@@ -101,11 +111,20 @@ class TextEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextEncoder:
-        """The encoder of a tokenizer, made once for as long as the tokenizer lives."""
+        """The encoder of a tokenizer, or of an encoder's copy.
+
+        It is made once for as long as the tokenizer lives, and anew when its vocabulary, or what it
+        does to a text before it looks there, has been changed.
+
+        Raises:
+            InvalidInputError: If the tokenizer reads a text differently every time.
+        """
         with cls._lock:
-            known = cls.known.get(tokenizer)
-            if known is None:
+            own = cls._of_copies.get(tokenizer)
+            known = own() if own is not None else cls.known.get(tokenizer)
+            if known is None or (own is None and known._form != _form(tokenizer)):
                 known = cls.known[tokenizer] = cls(tokenizer)
+                cls._of_copies[known.tokenizer] = weakref.ref(known)
             return known
 
     def finder(self, *seams: Seam) -> Finder:
@@ -143,18 +162,17 @@ class TextEncoder:
             raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
         if isinstance(text, Composed):
             return self._as_text(text).encode(text)[0]
-        tokenizer: Any = self._tokenizer()
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        read = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = read["input_ids"]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets] | None:
         """Ids of a text and the characters of each; None if the tokenizer does not say."""
         if isinstance(text, Composed):
             return self._as_text(text).encode(text)
-        tokenizer: Any = self._tokenizer()
-        if not getattr(tokenizer, "is_fast", False):
+        if not getattr(self.tokenizer, "is_fast", False):
             return None
-        plain = tokenizer(
+        plain = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return plain["input_ids"], plain["offset_mapping"]
@@ -322,6 +340,70 @@ class _Covering:
     def uncovered(self, text: str) -> str:
         """What a text that was covered in part is without covers."""
         return text.translate({cover: letter for letter, cover in self._covers.items()})
+
+
+# ---------------------------------------------------------------------- a copy of a tokenizer
+def _form(tokenizer: Any) -> tuple[Any, ...]:
+    """What tells that a tokenizer reads otherwise than before, in some microseconds.
+
+    Raises:
+        InvalidInputError: If it reads a text differently every time.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        return (len(getattr(tokenizer, "added_tokens_decoder", None) or ()),)
+    if getattr(backend.model, "dropout", None):
+        raise InvalidInputError(
+            f"the tokenizer leaves out merges at random (dropout={backend.model.dropout}), so that "
+            "no text has ids of its own; set tokenizer.backend_tokenizer.model.dropout to None"
+        )
+    parts = map(_part, (backend.normalizer, backend.pre_tokenizer))
+    return (*map(backend.get_vocab_size, (False, True)), *parts)
+
+
+def _part(part: Any) -> Any:
+    try:
+        return None if part is None else part.__getstate__()
+    except Exception:  # written in Python
+        return type(part)
+
+
+def _copied(tokenizer: Any) -> Any:
+    """A tokenizer that reads as this one does, and that calls of this one do not change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer) and isinstance(
+        getattr(tokenizer, "_tokenizer", None), tokenizers.Tokenizer
+    ):
+        own = copy.copy(tokenizer)
+        for name, value in vars(own).items():
+            if isinstance(value, (dict, list)):
+                setattr(own, name, value.copy())
+        own._tokenizer = _twin(backend)
+        return own
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception:  # holds what cannot be copied; who wrote it says whether it may be shared
+        return tokenizer
+
+
+def _twin(backend: Any) -> Any:
+    """A backend around the same model, which is not read and never changes."""
+    twin = tokenizers.Tokenizer(backend.model)
+    try:
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if getattr(backend, part) is not None:
+                setattr(twin, part, copy.deepcopy(getattr(backend, part)))
+        added = sorted(backend.get_added_tokens_decoder().items())
+        twin.add_tokens([token for _, token in added])
+        twin.encode_special_tokens = backend.encode_special_tokens
+        is_same = str(added) == str(sorted(twin.get_added_tokens_decoder().items()))
+    except Exception:  # a part that is written in Python
+        is_same = False
+    if not is_same:
+        twin = copy.deepcopy(backend)
+        twin.no_truncation()
+        twin.no_padding()
+    return twin
 
 
 def _control_tokens(tokenizer: Any) -> dict[int, Any]:

@@ -40,6 +40,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 
 from kvcache_rag import InvalidInputError, cancellable
 from kvcache_rag.integration import (
+    ConversationForms,
     EngineOptions,
     JsonGrammars,
     MetadataWatch,
@@ -237,7 +238,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         if is_chat is None and self.base_url is not None:
             is_chat = True  # the server writes prompts of messages
         if is_chat is None:
-            is_chat = bool(getattr(self.engine.tokenizer, "chat_template", None))
+            is_chat = ConversationForms.of(self.engine).has_chat_template
         return LLMMetadata(
             context_window=self.context_window or self.engine.context_window,
             num_output=self.max_new_tokens,
