@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import make_model, make_tokenizer
 from test_prompt import CHATML, GEMMA, LLAMA3, MISTRAL
-from tokenizers import normalizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers_zoo import CONTROLLED, WithoutOffsets
 from transformers import AutoTokenizer
 
@@ -624,3 +624,55 @@ def test_a_tokenizer_that_reads_at_random_is_refused() -> None:
         engine.generate("Which lamp?", ["The lamp is red."])
     tokenizer.backend_tokenizer.model.dropout = None
     assert engine.generate("Which lamp?", ["The lamp is red."]).text
+
+
+REVERSED = "{% for message in messages | reverse %}{{ message['content'] }}{% endfor %}"
+
+
+def test_a_chat_template_counts_for_the_engines_that_are_made_of_it() -> None:
+    tokenizer, model = fresh_tokenizer(), make_model()
+    tokenizer.chat_template = REVERSED
+    with pytest.raises(InvalidInputError, match="set tokenizer"):
+        Engine(model, tokenizer)
+    tokenizer.chat_template = None
+    plain = Engine(model, tokenizer)
+    tokenizer.chat_template = CHATML
+    chat = Engine(model, tokenizer)
+    assert "<|im_start|>" in chat.prefix_text
+    assert "<|im_start|>" not in plain.prefix_text
+    fresh = Engine(model, fresh_tokenizer())
+    assert plain.tokenize("Which lamp?") == fresh.tokenize("Which lamp?")
+    assert plain.generate("Which lamp?").token_ids == fresh.generate("Which lamp?").token_ids
+
+
+class Words:
+    """A pre-tokenizer that is written in Python, which can be neither copied nor written down."""
+
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(lambda _, part: part.split(" ", "isolated"))
+
+
+def test_a_tokenizer_with_parts_in_python_is_read_as_it_is() -> None:
+    tokenizer = fresh_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
+    expected = tokenizer("The lamp is red.", add_special_tokens=False)["input_ids"]
+    encoder = TextEncoder.of(tokenizer)
+    shortened(tokenizer)
+    assert encoder.encode("The lamp is red.") == expected
+    assert TextEncoder.of(tokenizer) is encoder
+
+
+def test_a_tokenizer_whose_model_was_exchanged_is_read_as_it_is() -> None:
+    tokenizer = fresh_tokenizer()
+    tokenizer.add_tokens(["<far>"])
+    wider = {chr(0x400 + number): 99 + number for number in range(9)}
+    backend = tokenizer.backend_tokenizer
+    vocabulary = {
+        **Tokenizer.from_str(backend.to_str()).get_vocab(with_added_tokens=False),
+        **wider,
+    }
+    backend.model = models.BPE(vocabulary, [], unk_token="?")
+    expected = tokenizer("a<far>b", add_special_tokens=False)["input_ids"]
+    assert 99 in expected, "where a new one would have another id"
+    shortened(tokenizer)
+    assert TextEncoder.of(tokenizer).encode("a<far>b") == expected

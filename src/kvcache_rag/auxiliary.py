@@ -259,7 +259,9 @@ class Auxiliary:
                 misses[miss.chunk] += 1
             for piece, values in zip(together, found, strict=True):
                 ids = piece.planned.ids or ()
-                spans = chunk_offsets(self.engine.tokenizer, renderer.template, piece.text, ids)
+                spans = chunk_offsets(
+                    renderer.encoder.tokenizer, renderer.template, piece.text, ids
+                )
                 offsets[piece.chunk] += [(a + piece.start, b + piece.start) for a, b in spans]
                 weights[piece.chunk].append(values)
         return [

@@ -148,7 +148,7 @@ class PromptRenderer:
     @property
     def is_current(self) -> bool:
         """Whether the tokenizer still reads texts as when this was made."""
-        return TextEncoder.of(self._given) is self.encoder
+        return self.encoder.reads_as(self._given)
 
     def tokenize(
         self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, Any]]

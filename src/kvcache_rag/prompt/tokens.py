@@ -58,6 +58,14 @@ _NOT_PRIVATE: Final = re.compile("[^\U000f0000-\U0010fffd]+")
 never: Final[Finder] = frozenset[str]().__contains__
 """Finds a literal in no text."""
 
+_HABITS: Final = (
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "response_template",
+    "special_tokens_map",
+    "split_special_tokens",
+)
+
 # Letters, digits, marks and spaces, which both backends must read alike.
 _PROBE: Final = "Probe of 2 readers,\n as text: äöü (東京)."
 
@@ -100,7 +108,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         """Copy the tokenizer as it is now, and its backend with added tokens under other names."""
-        self._form = _form(tokenizer)
+        self._form, self._habits = _form(tokenizer), _habits(tokenizer)
         self.tokenizer = tokenizer = _copied(tokenizer)
         self._control = _control_tokens(tokenizer)
         self._literals = tuple(token.content for token in self._control.values())
@@ -113,19 +121,34 @@ class TextEncoder:
     def of(cls, tokenizer: Any) -> TextEncoder:
         """The encoder of a tokenizer, or of an encoder's copy.
 
-        It is made once for as long as the tokenizer lives, and anew when its vocabulary, or what it
-        does to a text before it looks there, has been changed.
+        It is made once for as long as the tokenizer lives, and anew when that has been changed.
 
         Raises:
             InvalidInputError: If the tokenizer reads a text differently every time.
         """
         with cls._lock:
             own = cls._of_copies.get(tokenizer)
-            known = own() if own is not None else cls.known.get(tokenizer)
-            if known is None or (own is None and known._form != _form(tokenizer)):
+            known = cls.known.get(tokenizer) if own is None else own()
+            is_right = own is not None or (
+                known is not None
+                and known.reads_as(tokenizer)
+                and known._habits == _habits(tokenizer)
+            )
+            if known is None or not is_right:
                 known = cls.known[tokenizer] = cls(tokenizer)
-                cls._of_copies[known.tokenizer] = weakref.ref(known)
+                if known.tokenizer is not tokenizer:
+                    cls._of_copies[known.tokenizer] = weakref.ref(known)
             return known
+
+    def reads_as(self, tokenizer: Any) -> bool:
+        """Whether a tokenizer has this one's vocabulary, and does the same to a text before.
+
+        How it writes chats does not count: an app may switch that for a call of its own.
+
+        Raises:
+            InvalidInputError: If the tokenizer reads a text differently every time.
+        """
+        return self._form == _form(tokenizer)
 
     def finder(self, *seams: Seam) -> Finder:
         """What tells whether a text holds a literal, or makes one with what stands around it."""
@@ -361,6 +384,15 @@ def _form(tokenizer: Any) -> tuple[Any, ...]:
     return (*map(backend.get_vocab_size, (False, True)), *parts)
 
 
+def _habits(tokenizer: Any) -> tuple[str, ...]:
+    """What else of a tokenizer its copy has: how chats and their ends are written."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return (
+        *(str(getattr(tokenizer, name, None)) for name in _HABITS),
+        str(_part(getattr(backend, "post_processor", None))),
+    )
+
+
 def _part(part: Any) -> Any:
     try:
         return None if part is None else part.__getstate__()
@@ -387,23 +419,22 @@ def _copied(tokenizer: Any) -> Any:
 
 
 def _twin(backend: Any) -> Any:
-    """A backend around the same model, which is not read and never changes."""
+    """A backend around the same model, whose vocabulary is not read.
+
+    Itself, if its added tokens have ids that none would have now: its model was exchanged.
+    """
     twin = tokenizers.Tokenizer(backend.model)
-    try:
-        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-            if getattr(backend, part) is not None:
-                setattr(twin, part, copy.deepcopy(getattr(backend, part)))
-        added = sorted(backend.get_added_tokens_decoder().items())
-        twin.add_tokens([token for _, token in added])
-        twin.encode_special_tokens = backend.encode_special_tokens
-        is_same = str(added) == str(sorted(twin.get_added_tokens_decoder().items()))
-    except Exception:  # a part that is written in Python
-        is_same = False
-    if not is_same:
-        twin = copy.deepcopy(backend)
-        twin.no_truncation()
-        twin.no_padding()
-    return twin
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(backend, name)
+        if part is not None:
+            with suppress(Exception):  # written in Python: then it is shared
+                part = copy.deepcopy(part)
+            setattr(twin, name, part)
+    added = sorted(backend.get_added_tokens_decoder().items())
+    twin.add_tokens([token for _, token in added])
+    twin.encode_special_tokens = backend.encode_special_tokens
+    is_same = str(added) == str(sorted(twin.get_added_tokens_decoder().items()))
+    return twin if is_same else backend
 
 
 def _control_tokens(tokenizer: Any) -> dict[int, Any]:
