@@ -181,6 +181,12 @@ def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
     assert prefilled() == 1
     assert deleted == [second.digest]
     assert all(map(engine.store.contains, [first, third]))
+    with store.replacing():
+        with store.replacing():
+            store.clear()
+        assert deleted == [second.digest], "the outer block has not ended"
+        store.add([node("c", "First."), node("d", "Third.")])
+    assert prefilled() == 0
     with suppress(KeyError), store.replacing():
         store.delete_nodes(["c", "d"])
         raise KeyError
@@ -188,6 +194,14 @@ def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
     store.add([node("c", "First.")])
     store.clear()
     assert deleted[3:] == [first.digest], "outside the block KV goes at once"
+
+
+def test_replacing_nothing_loads_no_model(store: KVCacheVectorStore) -> None:
+    KVCacheVectorStore(store.client).add([node("a", "First.")])
+    unloaded = KVCacheVectorStore(store.client, llm=KVCacheLLM(model_name="there-is-none"))
+    with unloaded.replacing():
+        unloaded.delete_nodes(["a"])
+    assert unloaded.get_nodes() == []
 
 
 def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: Engine) -> None:

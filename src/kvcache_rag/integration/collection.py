@@ -139,15 +139,24 @@ class PrefilledCollection(ABC):
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Keep the KV of rows that go until the block ends; what is written again still has it."""
+        """Keep the KV of rows that go until the block ends; what is written again still has it.
+
+        Of several such blocks, one in another or in another thread, the first one counts.
+        """
         with self._rows.writing():
-            leaving = self._rows.leaving = []
+            is_first = self._rows.leaving is None
+            if is_first:
+                self._rows.leaving = {}
+        if not is_first:
+            yield
+            return
         try:
             yield
         finally:
             with self._rows.writing():
-                self._rows.leaving = None
-                self.prefiller.drop(leaving)
+                leaving, self._rows.leaving = self._rows.leaving, None
+                if leaving:  # else no model is needed, and none is loaded
+                    self.prefiller.drop_references(leaving)
 
     def drop_by(self, delete: Callable[[], None]) -> None:
         """Run `delete`, which drops the collection, and delete the KV of its rows."""

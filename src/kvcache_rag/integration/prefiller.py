@@ -176,13 +176,18 @@ class RowPrefiller:
 
     def drop(self, rows: Sequence[Row | NewRow]) -> None:
         """Delete the KV of rows that are gone or replaced, unless another row has it."""
+        references = {reference.key: reference for reference in _references(rows)}
+        if self.rows.leaving is None:
+            self.drop_references(references)
+        elif self.engine is not None:
+            self.rows.leaving.update(references)
+
+    def drop_references(self, references: Mapping[str, Reference]) -> None:
+        """Delete the KV of references, by key, that no row has."""
         engine = self.engine
         if engine is None:
             return
-        if self.rows.leaving is not None:
-            self.rows.leaving += rows
-            return
-        gone = self._unused({reference.key: reference for reference in _references(rows)})
+        gone = self._unused(references)
         keys = [reference.resolve(engine) for reference in gone.values()]
         # What another model computed is another engine's to delete; its store ages it out.
         engine.delete([key for key in keys if key is not None])

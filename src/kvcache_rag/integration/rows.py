@@ -94,7 +94,8 @@ class Rows:
 
     Attributes:
         collection: The `chromadb` collection.
-        leaving: Rows that are gone and whose KV waits for the end of a replacement; None outside.
+        leaving: References of rows that are gone, by key, while their KV waits for the end of a
+            replacement; None outside.
     """
 
     def __init__(self, collection: Any) -> None:
@@ -104,7 +105,7 @@ class Rows:
         client: Any = getattr(collection, "_client", None)
         limit = client.get_max_batch_size() if hasattr(client, "get_max_batch_size") else 0
         self._batch = limit if limit and limit > 0 else 1000
-        self.leaving: list[Row | NewRow] | None = None
+        self.leaving: dict[str, Reference] | None = None
 
     def writing(self) -> AbstractContextManager[object]:
         """Keep this process's other writers out, so that what a write replaces is what was read."""
