@@ -21,8 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
-import tokenizers
-
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -372,8 +370,8 @@ def _form(tokenizer: Any) -> tuple[Any, ...]:
     Raises:
         InvalidInputError: If it reads a text differently every time.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
+    backend = _backend(tokenizer)
+    if backend is None:
         return (len(getattr(tokenizer, "added_tokens_decoder", None) or ()),)
     if getattr(backend.model, "dropout", None):
         raise InvalidInputError(
@@ -384,9 +382,17 @@ def _form(tokenizer: Any) -> tuple[Any, ...]:
     return (*map(backend.get_vocab_size, (False, True)), *parts)
 
 
+def _backend(tokenizer: Any) -> Any:
+    """What reads for a tokenizer, of the tokenizers library; None for what is written in Python."""
+    from tokenizers import Tokenizer  # a client of a server has none, and need not load it
+
+    backend = getattr(tokenizer, "_tokenizer", None)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
 def _habits(tokenizer: Any) -> tuple[str, ...]:
     """What else of a tokenizer its copy has: how chats and their ends are written."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = _backend(tokenizer)
     return (
         *(str(getattr(tokenizer, name, None)) for name in _HABITS),
         str(_part(getattr(backend, "post_processor", None))),
@@ -402,10 +408,8 @@ def _part(part: Any) -> Any:
 
 def _copied(tokenizer: Any) -> Any:
     """A tokenizer that reads as this one does, and that calls of this one do not change."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if isinstance(backend, tokenizers.Tokenizer) and isinstance(
-        getattr(tokenizer, "_tokenizer", None), tokenizers.Tokenizer
-    ):
+    backend = _backend(tokenizer)
+    if backend is not None:
         own = copy.copy(tokenizer)
         for name, value in vars(own).items():
             if isinstance(value, (dict, list)):
@@ -423,7 +427,7 @@ def _twin(backend: Any) -> Any:
 
     Itself, if its added tokens have ids that none would have now: its model was exchanged.
     """
-    twin = tokenizers.Tokenizer(backend.model)
+    twin = type(backend)(backend.model)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         part = getattr(backend, name)
         if part is not None:
