@@ -65,6 +65,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
+_TRIES = 100  # to write a number while others delete
+
 
 class StoredChunks(ChunkStore):
     """A store of chunks over any place that keeps bytes by name.
@@ -344,8 +346,14 @@ class StoredChunks(ChunkStore):
     def _begin(self, folder: str, generation: int) -> None:
         """Write a number, which never becomes a smaller one."""
         name = folder + GENERATION
-        generation = max(generation, number(self.place, name) or 0)
-        self.place.put(name, [b"%020d" % generation], lambda: True)
+        for left in reversed(range(_TRIES)):
+            generation = max(generation, number(self.place, name) or 0)
+            try:
+                self.place.put(name, [b"%020d" % generation], lambda: True)
+                return
+            except FileNotFoundError:  # another deletion took it away unfinished
+                if not left:
+                    raise
 
     def generation(self, namespace: str) -> int:
         with suppress(OSError):
