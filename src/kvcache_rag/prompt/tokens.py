@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterable, Iterator, Mapping
 
     from typing_extensions import Self
@@ -86,7 +87,7 @@ class TextEncoder:
     """
 
     known: ClassVar[weakref.WeakKeyDictionary[Any, TextEncoder]] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = new_lock()
 
     def __init__(self, tokenizer: Any) -> None:
         """Copy the tokenizer's backend, with added tokens under other names."""
