@@ -168,7 +168,7 @@ class Engine:
         if gate is not None and self._prefiller is not None:
             stores = (self.store, self.combinations)
             self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
-        with self._lock:  # it may try out the model
+        with self._lock, self._adapter.computing():  # it may try out the model
             self._answerer = Answerer(
                 self._adapter,
                 tokenizer,
@@ -790,7 +790,7 @@ class Engine:
             scores=scores,
         )
         asked, request = self._admitted(asked)
-        with self._lock, torch.inference_mode():
+        with self._lock, self._adapter.computing(), torch.inference_mode():
             return explained(self._answerer, asked, request)
 
     def logits(
@@ -817,7 +817,7 @@ class Engine:
         request = self._request(question, chunks, options)
         query = (*request.query, *answer_ids)
         request = replace(request, query=query, answer_tokens=len(answer_ids))
-        with self._lock:
+        with self._lock, self._adapter.computing():
             return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
     @property
@@ -879,7 +879,9 @@ class Engine:
         if has_waited:
             self._lock.acquire()
         try:
-            yield has_waited and self._follow_weights()
+            is_changed = has_waited and self._follow_weights()
+            with self._adapter.computing():
+                yield is_changed
         finally:
             self._lock.release()
 
