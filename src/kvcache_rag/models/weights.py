@@ -187,6 +187,7 @@ class _State:
         hooks: What the app has a pass call, by the place of the module, -1 for all modules.
         weights: Per module its identity; per parameter and buffer its identity, where it lies and
             torch's count of writes to it (0 if made in the inference mode, where none are counted).
+        sample: Some numbers of the last layer of PEFT, whose hotswapping writes through `.data`.
         merged: Per layer of PEFT which adapters it has written into its weights.
         disabled: Per layer of PEFT whether it is switched off.
         active: Which adapters are on in it.
@@ -200,6 +201,7 @@ class _State:
     frequencies: list[int]
     hooks: list[tuple[int, Any]]
     weights: list[int]
+    sample: str
     merged: list[list[str]]
     disabled: list[bool]
     active: list[list[str]]
@@ -247,6 +249,7 @@ class _State:
             frequencies,
             [one for one in hooks if not _is_own(one[1])],
             weights,
+            _sample(layers[-1]) if layers else "",
             [[*layer.merged_adapters] for layer in layers if hasattr(layer, "merged_adapters")],
             [layer._disable_adapters for layer in layers],
             [[names] if isinstance(names, str) else [*names] for names in active],
@@ -318,7 +321,8 @@ class Weights:
             self._ensure_as_measured(now)
             if self._is_told:
                 self._are_other_numbers = _numbers(self._model) != self._numbers
-            if self._is_told or (now.weights, now.merged) != (before.weights, before.merged):
+            seen = (now.weights, now.sample, now.merged)
+            if self._is_told or seen != (before.weights, before.sample, before.merged):
                 self._content, self._known, self._is_written = None, {}, True
             self._state, self._is_told = now, False
             identity = self._identified()
@@ -453,6 +457,11 @@ def _kinds(model: Any) -> tuple[LayerKind, ...] | None:
         return layer_kinds(model.config)
     except UnsupportedModelError:
         return None
+
+
+def _sample(layer: torch.nn.Module) -> str:
+    numbers = [tensor.detach().reshape(-1)[:4].tolist() for tensor in layer.parameters()]
+    return repr(numbers)
 
 
 def _precision(model: Any) -> str:
