@@ -292,7 +292,7 @@ def test_the_main_attention_is_that_of_a_full_prefill(engine: Engine) -> None:
         with torch.no_grad():
             found = engine.model(input_ids=torch.tensor([ids.all]), output_attentions=True)
     finally:
-        engine.model.set_attn_implementation("kvcache_rag_packed")
+        engine.model.set_attn_implementation("sdpa")
     view = QueryAttention(access.adapter(engine))
     assert view.first < view.layer
     weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import access
 import pytest
@@ -18,7 +20,8 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.kv.rotary import NO_ROTATION
-from kvcache_rag.models.attention.packed import PACKED
+from kvcache_rag.models import hf
+from kvcache_rag.models.attention.packed import packed_attention
 from kvcache_rag.models.hf import TransformersModel
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -124,15 +127,23 @@ def test_prompts_beyond_the_regime_of_the_frequencies_are_refused(name: str) -> 
     assert float((found - plain).abs().max() / plain.std()) < 1e-3
 
 
-def test_packed_attention_gives_the_same_answers_as_stock() -> None:
-    model = build("qwen2")
+def test_packed_attention_gives_the_same_answers_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = build("qwen2"), Counter[str]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        called["packed"] += 1
+        return packed_attention(*args, **kwargs)
+
+    monkeypatch.setattr(hf, "packed", counted)
     stock = Engine(model, byte_tokenizer(), template=TEMPLATE, packed_attention=False)
     texts = ["The cat sat on the mat.", "A dog ran away from home."]
     expected = stock.logits("Who?", texts)
-    assert access.attention(model.config) == "sdpa"
+    assert not called
     packed = Engine(model, byte_tokenizer(), template=TEMPLATE)
-    assert access.attention(model.config) == PACKED
     assert float((packed.logits("Who?", texts) - expected).abs().max()) < 1e-4
+    assert called.pop("packed")
+    model(torch.tensor([[5, 6, 7]]))
+    assert not called, "the app's own passes are stock"
 
 
 def test_two_models_never_share_keys() -> None:

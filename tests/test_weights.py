@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import access
@@ -13,6 +14,7 @@ import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from verdicts import REUSE, make_verdict
 from zoo import FAMILIES, REFUSED, build, byte_tokenizer
 
@@ -119,7 +121,14 @@ def exchange_adapter(model: Any) -> None:
     model.set_adapter("one")
 
 
+def hotswap(model: Any) -> None:
+    with TemporaryDirectory() as folder:
+        adapted(seed=1).save_pretrained(folder)
+        hotswap_adapter(model, f"{folder}/one", adapter_name="one")
+
+
 CHANGES: dict[str, Change] = {
+    "hotswap": hotswap,
     "exchange": exchange_adapter,
     "switch": lambda model: model.set_adapter("two"),
     "disable": lambda model: model.base_model.disable_adapter_layers(),

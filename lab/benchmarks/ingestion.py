@@ -29,7 +29,8 @@ import torch
 
 from benchmarks.common import described, in_turns, load, over, result_file, write
 from kvcache_rag import DiskStore, Engine, MemoryStore
-from kvcache_rag.models.attention.packed import PACKED
+from kvcache_rag.models.attention.packed import packed_attention
+from kvcache_rag.models.attention.support import standing, stock_configs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,10 +89,10 @@ class Bare:
         self._ids = ids
         tried = {}
         self.rows = 1
-        for self.attention in ("sdpa", PACKED):
+        for self.attention in ("sdpa", "packed"):
             self.run(1)  # the first pass of each costs more
         for rows in sorted({max(1, min(len(ids), n // ids.shape[1])) for n in BARE_TOKENS}):
-            for attention in ("sdpa", PACKED):
+            for attention in ("sdpa", "packed"):
                 self.rows, self.attention = rows, attention
                 begun = time.perf_counter()
                 count = self.run(max(1, 1024 // (rows * ids.shape[1])))
@@ -101,16 +102,15 @@ class Bare:
     @property
     def batch(self) -> str:
         """What was fastest."""
-        return f"{self.rows * self._ids.shape[1]}, {self.attention.rpartition('_')[2]}"
+        return f"{self.rows * self._ids.shape[1]}, {self.attention}"
 
     def run(self, most: int | None = None) -> int:
         """All forward passes, or the first few; how many chunks they had."""
-        self._model.set_attn_implementation(self.attention)
         given = torch.split(self._ids, self.rows)[:most]
-        with torch.inference_mode():
+        ours = stock_configs(self._model) if self.attention == "packed" else []
+        with standing(ours, packed_attention), torch.inference_mode():
             for ids in given:
                 self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        self._model.set_attn_implementation(PACKED)
         return sum(map(len, given))
 
 

@@ -35,7 +35,6 @@ import torch
 from benchmarks.common import described, in_turns, result_file, write
 from benchmarks.shapes import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
 from kvcache_rag import Engine, MemoryStore, PromptTemplate, ProphetKV, Reuse
-from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
@@ -114,13 +113,10 @@ def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], fl
     mask = torch.ones_like(ids)
 
     def full() -> float:
-        model.set_attn_implementation("sdpa")
         started = time.perf_counter()
         with torch.inference_mode():
             model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
-        elapsed = time.perf_counter() - started
-        model.set_attn_implementation(PACKED)
-        return elapsed
+        return time.perf_counter() - started
 
     def by(policy: ReusePolicy, expected: int, part: str = "ttft") -> Callable[[], float]:
         def run() -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from benchmarks.shapes import CHUNK, PREFIX, build_tokenizer, words
-from benchmarks.stock import Sample, Stock, TurboRag, stock_attention, timed_generate
+from benchmarks.stock import Sample, Stock, TurboRag, timed_generate
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.cache import CACHE_NAME, buffer_cache
@@ -221,7 +221,7 @@ class Bench:
     def _place_prefix(self, buffer: KVBuffer, ids: Tensor) -> None:
         tokens = len(self.prefix_ids)
         cache = buffer_cache(buffer, self.adapter.measured.kinds, 0)
-        with stock_attention(self.model), torch.inference_mode():
+        with torch.inference_mode():
             self.model.model(
                 ids[:, :tokens].to(self.model.device), **{CACHE_NAME: cache}, use_cache=True
             )

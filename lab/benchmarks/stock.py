@@ -91,17 +91,6 @@ def timed_generate(
     return Sample(first - began, step, tokens[0], cache=output[CACHE_NAME], tokens=tokens)
 
 
-@contextmanager
-def stock_attention(model: Any) -> Iterator[None]:
-    """Let the model be plain transformers (sdpa) meanwhile."""
-    ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)
-
-
 def cache_copy(cache: Any, tokens: int) -> Any:
     """A stock cache with copies of the first tokens of another."""
     copy = DynamicCache()
@@ -129,31 +118,27 @@ class Stock:
         """Ask the `(rows, tokens)` prompts `ids`, whose first `prefix` tokens are the same."""
         self.model, self.ids, self.context = model, ids, context
         self._held: Any = None
-        with stock_attention(model):
-            self._prefix = prefilled(model, ids[:, :prefix])
+        self._prefix = prefilled(model, ids[:, :prefix])
         self._prefix_tokens = prefix
 
     def naive(self, new_tokens: int) -> Sample:
         """A full prefill."""
-        with stock_attention(self.model):
-            sample = timed_generate(self.model, self.ids, new_tokens)
+        sample = timed_generate(self.model, self.ids, new_tokens)
         self._held = sample.cache
         return sample
 
     def prefix_cached(self, new_tokens: int) -> Sample:
         """A prefill of chunks and query over a copy of the instruction's cache."""
-        with stock_attention(self.model):
-            started = time.perf_counter()
-            cache = cache_copy(self._prefix, self._prefix_tokens)
-            return timed_generate(self.model, self.ids, new_tokens, cache, started)
+        started = time.perf_counter()
+        cache = cache_copy(self._prefix, self._prefix_tokens)
+        return timed_generate(self.model, self.ids, new_tokens, cache, started)
 
     def over_context(self, new_tokens: int) -> Sample:
         """The query over a stock cache of the whole context, copied before the clock starts."""
         if self._held is None:
             self.naive(1)
-        with stock_attention(self.model):
-            cache = cache_copy(self._held, self.context)
-            return timed_generate(self.model, self.ids, new_tokens, cache)
+        cache = cache_copy(self._held, self.context)
+        return timed_generate(self.model, self.ids, new_tokens, cache)
 
 
 def median_parts(samples: list[Sample]) -> dict[str, float]:
@@ -236,7 +221,7 @@ class TurboRag:
         self.model, self.folder = model, folder
         self._raw = RawKeys(model)
         folder.mkdir(parents=True, exist_ok=True)
-        with stock_attention(model), self._raw.watched():
+        with self._raw.watched():
             self._prefix_cache = prefilled(model, torch.tensor([list(prefix_ids)]))
         self._prefix = [
             (self._raw.latest[index].clone(), layer.values)
@@ -253,7 +238,7 @@ class TurboRag:
             return
         behind = self._prefix[0][0].shape[2]
         cache = cache_copy(self._prefix_cache, behind)
-        with stock_attention(self.model), self._raw.watched(), torch.inference_mode():
+        with self._raw.watched(), torch.inference_mode():
             chunk = torch.tensor([list(ids)], device=self.model.device)
             self.model.model(chunk, **{CACHE_NAME: cache}, use_cache=True)
         tensors = [
@@ -273,7 +258,7 @@ class TurboRag:
             new_tokens: At least 1.
         """
         paths = [[self.path(chunk) for chunk in row] for row in chunks]  # not their way to find it
-        with stock_attention(self.model), self._raw.watched(), torch.inference_mode():
+        with self._raw.watched(), torch.inference_mode():
             started = time.perf_counter()
             cache, loaded = self._stitched(paths)
             stitched = time.perf_counter()
@@ -287,7 +272,7 @@ class TurboRag:
 
     def logits(self, ids: Tensor, chunks: Sequence[Sequence[int]], query: int) -> Tensor:
         """Logits of the last `query` tokens of one prompt, `(query, vocabulary)` float32."""
-        with stock_attention(self.model), self._raw.watched(), torch.inference_mode():
+        with self._raw.watched(), torch.inference_mode():
             cache, _ = self._stitched([[self.path(chunk) for chunk in chunks]])
             context = ids.shape[1] - query
             places = torch.arange(context, ids.shape[1], device=self.model.device)[None]

@@ -7,7 +7,6 @@ last layer says which tokens the main model computes again.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.context import PromptBuffer
 from kvcache_rag.models.adapters import NO_ADAPTER
 from kvcache_rag.models.attention.last_layer import QueryAttention
@@ -27,6 +27,7 @@ from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
     import os
+    import threading
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvcache_rag.kv.chunk import ChunkKey
@@ -127,7 +128,7 @@ class Auxiliary:
         self._name = ""
         self._look_at_model()
         self._buffer = PromptBuffer(self._attention.model)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         # The other half is for the question.
         self._longest = (engine.context_window - len(engine._capturing.prefix_ids)) // 2
 

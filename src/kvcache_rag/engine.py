@@ -174,7 +174,7 @@ class Engine:
         )
         # What the chunks are addressed by; a model without a prefiller has none.
         self._weights = None if loader is None else self._adapter.weights.identity
-        with self._lock:  # it may try out the model
+        with self._lock, self._adapter.computing():  # it may try out the model
             self._answerer = Answerer(
                 self._adapter,
                 self._renderer.encoder.tokenizer,
@@ -821,7 +821,7 @@ class Engine:
             scores=scores,
         )
         asked, request = self._admitted(asked)
-        with self._lock, torch.inference_mode():
+        with self._lock, self._adapter.computing(), torch.inference_mode():
             return explained(self._answerer, asked, request)
 
     def logits(
@@ -848,7 +848,7 @@ class Engine:
         request = self._request(question, chunks, options)
         query = (*request.query, *answer_ids)
         request = replace(request, query=query, answer_tokens=len(answer_ids))
-        with self._lock:
+        with self._lock, self._adapter.computing():
             return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
     @property
@@ -910,7 +910,9 @@ class Engine:
         if has_waited:
             self._lock.acquire()
         try:
-            yield (self._follow() if has_waited else self._changes) != changes
+            is_changed = (self._follow() if has_waited else self._changes) != changes
+            with self._adapter.computing():
+                yield is_changed
         finally:
             self._lock.release()
 

@@ -349,11 +349,13 @@ class Prefiller:
         """Compute chunks; what was computed, and what of it may be stored, and counts as that."""
         if not missing:
             return {}, {}
-        chunks = self.compute([member.ids for member in missing])
+        with self.model.computing():
+            chunks = self.compute([member.ids for member in missing])
+            was_trained = self.model.model.training  # by another thread, meanwhile
         computed = {member.key: chunk for member, chunk in zip(missing, chunks, strict=True)}
         weights = self.model.weights
         # Weights may have changed under a long ingestion: such chunks have other keys.
-        if weights.identity is not self.weights or not weights.are_unchanged():
+        if was_trained or weights.identity is not self.weights or not weights.are_unchanged():
             return computed, {}
         self.stored.extend(computed)
         return computed, computed

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from kvcache_rag.forks import new_rlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -276,7 +277,7 @@ class _Shown:
     """The bars of this process that are not over, in one display: a terminal takes no two."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = new_rlock()
         self._display: Progress | None = None
         self._open: set[Any] = set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cachetools import LRUCache
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.stream import cancellable, in_thread
 from kvcache_rag.generation.telemetry import attached
 from kvcache_rag.models.adapters import trained_for_blocks
@@ -28,6 +28,7 @@ from kvcache_rag_server.scheduler import Scheduler
 from kvcache_rag_server.worker import Server, grounded, plain_prompt
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
@@ -271,7 +272,7 @@ class TierCounters:
         self._tiers = list(
             dict.fromkeys(tier for store in stores for tier in getattr(store, "tiers", (store,)))
         )
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._folders: dict[DiskStore, tuple[float, int]] = {}
 
     def read(self) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from kvcache_rag.errors import (
     UnsupportedModelError,
     check_settings,
 )
+from kvcache_rag.forks import new_condition, new_lock
 from kvcache_rag.models.weights import PACKED
 from kvcache_rag.prompt.scores import ranking
 
@@ -112,7 +113,7 @@ class Prefetcher:
         check_settings(Prefetcher.__init__, locals())
         self.limit, self.ahead = limit, ahead
         self._engines = Engines(engine)
-        self._changed = threading.Condition()
+        self._changed = new_condition()
         self._waiting: dict[Prefetch, None] = {}
         self._ready: set[Prefetch] = set()
         self._counts: Counter[str] = Counter()
@@ -331,7 +332,7 @@ class Engines:
     def __init__(self, base: Engine) -> None:
         """Serve `base` for its own namespace, and others made from it."""
         self.base = base
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
         self._last = base
 

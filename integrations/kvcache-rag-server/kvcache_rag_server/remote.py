@@ -25,6 +25,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     RemoteServerError,
 )
+from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.stream import AnswerStream
 from kvcache_rag.integration.chat import ConversationForm, ConversationForms
 from kvcache_rag.metrics import Answer, Metrics
@@ -68,7 +69,7 @@ _SENT: Final = {
     "top_k": "top_k", "seed": "seed", "stop": "stop",
 }  # fmt: skip
 
-_STARTING: Final = threading.Lock()
+_STARTING: Final = new_lock()
 
 
 class Conversation(str):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
+from kvcache_rag.forks import new_condition
 from kvcache_rag_server.backend import Started
 from kvcache_rag_server.errors import FAULT, SHUT_DOWN, failure, overloaded
 from kvcache_rag_server.prefetch import close_at_exit
@@ -227,7 +228,7 @@ class Scheduler:
         self.warmed: Future[bool] = Future()
         self._server, self._prefetches = server, JobPrefetches(prefetcher, prefetch_after)
         self._service = ServiceTimes(max_batch)
-        self._changed = threading.Condition()
+        self._changed = new_condition()
         self._queue = TenantQueue()
         self._running: list[Job] = []
         self._numbers = itertools.count()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +28,7 @@ class PastedTexts:
 
     def __init__(self) -> None:
         self._documents: dict[str, None] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def note(self, documents: Iterable[str]) -> None:
         """Know documents that were handed over; the oldest are forgotten."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import TYPE_CHECKING
 
+from kvcache_rag.forks import new_lock, new_rlock
 from kvcache_rag.integration import JsonGrammars, References
 from langchain_kvcache_rag.pasted import PastedTexts
 
@@ -29,9 +29,9 @@ class Shared:
         self.is_given = engine is not None
         self.references = References()
         self.pasted = PastedTexts()
-        self.guard = threading.RLock()
+        self.guard = new_rlock()
         # Not the guard, which is held while a model is loaded: the event loop asks here too.
-        self._choice = threading.Lock()
+        self._choice = new_lock()
         self._engine = engine
         self._grammars: JsonGrammars | None = None
         self._settings: str | None = None

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from kvcache_rag.models.attention.packed import exchange_sdpa
+from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,4 +145,15 @@ def _stretches(seen: Tensor) -> tuple[tuple[int, int], ...]:
 
 def use_tiled_attention(model: Any) -> bool:
     """Switch a model on a CPU from "sdpa" to this; False where it stays as it is."""
-    return model.device.type == "cpu" and exchange_sdpa(model, TILED, tiled_attention)
+    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
+        return False
+    can_change = getattr(model, "_can_set_attn_implementation", None)
+    if can_change is not None and not can_change():
+        return False  # Falcon and its like carry their own attention code
+    AttentionInterface.register(TILED, tiled_attention)
+    AttentionMaskInterface.register(TILED, sdpa_mask)
+    try:
+        model.set_attn_implementation(TILED)
+    except (ValueError, AttributeError):
+        return False
+    return True

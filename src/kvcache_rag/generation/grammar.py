@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class JsonGrammars:
         self._model, self._tokenizer = model, tokenizer
         self._tokens: Any = None
         self._matchers: dict[str, Any] = {}
-        self._guard = threading.Lock()
+        self._guard = new_lock()
 
     def held(self, schema: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `generate()`, with decoding held to a JSON schema.

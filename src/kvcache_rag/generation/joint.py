@@ -8,7 +8,6 @@ these ids, since each key is the hash of its chunk's.
 
 from __future__ import annotations
 
-import threading
 from array import array
 from dataclasses import replace
 from itertools import chain
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.prefill import ContextChunk
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Combinations:
             window: Context window in tokens.
         """
         self._plain, self._joint, self._window = plain, joint, window
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._ids: LRUCache[ChunkKey, array[int]] = LRUCache(REMEMBERED)
         self._members: LRUCache[ChunkKey, frozenset[ChunkKey]] = LRUCache(REMEMBERED)
         self._generation = -1

@@ -10,14 +10,16 @@ import asyncio
 import atexit
 import contextvars
 import functools
+import os
 import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import in_child
 from kvcache_rag.metrics import Answer, Metrics
 
 Emit = Callable[[str], None]
@@ -27,7 +29,14 @@ Run = Callable[[Emit, threading.Event], Answer]
 
 # Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
 # application (name look-ups, files) would then wait too.
-_WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+_WAITING = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+
+
+@in_child
+def _wait_anew() -> None:
+    global _WAITING
+    _WAITING = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+
 
 _Got = TypeVar("_Got")
 
@@ -65,6 +74,7 @@ class AnswerStream(Iterator[str]):
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         self._ended = False
+        self._process = os.getpid()
         pieces, cancelled = self._pieces, self._cancelled
 
         def work() -> None:
@@ -89,6 +99,10 @@ class AnswerStream(Iterator[str]):
     def __next__(self) -> str:
         if self._ended:
             raise StopIteration
+        if self._process != os.getpid():  # a fork has none of the threads
+            raise InvalidInputError(
+                "the stream was begun by the process that forked this one; ask again here"
+            )
         piece = self._pieces.get()
         if isinstance(piece, str):
             return piece

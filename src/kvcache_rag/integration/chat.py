@@ -6,13 +6,13 @@ decided in which form a model calls tools, and how its answer is taken apart.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.grammar import JsonGrammars
 from kvcache_rag.generation.tools import (
     JsonReader,
@@ -26,6 +26,7 @@ from kvcache_rag.generation.tools import (
 from kvcache_rag.models.responses import known_template, own_template, stream_parser
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
@@ -98,7 +99,7 @@ class ConversationForms:
     """
 
     known: ClassVar[weakref.WeakKeyDictionary[Any, ConversationForms]] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = new_lock()
 
     def __init__(self, engine: Engine) -> None:
         """Ask nothing of the engine yet."""

@@ -6,11 +6,12 @@ of its own, so a quotation within a sentence, a cut text, or one that only looks
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
     from kvcache_rag.integration.references import Reference
@@ -49,7 +50,7 @@ class KnownTexts:
         # By their first characters; those of one beginning sorted, because all nodes of a folder
         # may begin with its path.
         self._by_beginning: dict[str, list[str]] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __len__(self) -> int:
         return len(self._known)

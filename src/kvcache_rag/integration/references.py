@@ -7,13 +7,13 @@ always be computed again from its text, so a lost or stale reference is only slo
 from __future__ import annotations
 
 import hashlib
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachetools import LRUCache
 
 from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +118,7 @@ class References:
         self._known: LRUCache[tuple[str, str], Reference] = LRUCache(limit)
         # The last one of each text, whatever its spec: it tells of a model that was changed.
         self._last: LRUCache[str, Reference] = LRUCache(limit)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def note(self, reference: Reference) -> None:
         """Remember a reference, in the place of an older one of the same text and spec."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import new_rlock
 from kvcache_rag.integration.references import Reference, wrapped_digests
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from importlib.metadata import EntryPoint
@@ -43,10 +43,6 @@ _MEMBERS: Final = 500
 
 # By collection, for all `Rows` of this process over it.
 _WRITERS: Final[dict[str, threading.RLock]] = {}
-
-if hasattr(os, "register_at_fork"):
-    # The threads that held them do not exist in a forked child.
-    os.register_at_fork(after_in_child=_WRITERS.clear)
 
 _T = TypeVar("_T")
 
@@ -109,7 +105,7 @@ class Rows:
 
     def writing(self) -> AbstractContextManager[object]:
         """Keep this process's other writers out, so that what a write replaces is what was read."""
-        return _WRITERS.setdefault(str(self.collection.id), threading.RLock())
+        return _WRITERS.setdefault(str(self.collection.id), new_rlock())
 
     def check(self, row: NewRow) -> None:
         """Fail as `put` would: the collection is gone, or a vector has the wrong size or none."""

@@ -6,10 +6,11 @@ nothing of it is ever reused, without a word.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cachetools import LRUCache
+
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ class MetadataWatch:
         self._rows: LRUCache[str, _Seen] = LRUCache(_REMEMBERED)
         self._forms: LRUCache[tuple[str, int], dict[int, Mapping[str, Any]]] = LRUCache(_REMEMBERED)
         self._told: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def changed(self, id_: str, written: str, shown: Callable[[], Shown]) -> list[str]:
         """Fields that changed since a text was last read, of which nothing was said so far.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from kvcache_rag.models.decode import decode, decodes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_rag.models.hf import TransformersModel
 
@@ -215,6 +214,23 @@ def generate(
             True ends the row.  None with beam search, whose rows are known at the end only.
         cancelled: Stops at the next token once set.
     """
+    with model.computing():
+        return _generate(
+            model, ids, mask, cache, max_new_tokens, tokenizer, options, emit, cancelled
+        )
+
+
+def _generate(
+    model: TransformersModel,
+    ids: Tensor,
+    mask: Tensor,
+    cache: Any,
+    max_new_tokens: int,
+    tokenizer: Any,
+    options: dict[str, Any],
+    emit: Callable[[int, Sequence[int]], bool] | None,
+    cancelled: threading.Event | None,
+) -> Generated:
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
     stops = _stop_ids(config.eos_token_id)
     if decodes(model, len(ids), config, arguments):
@@ -244,8 +260,8 @@ def generate(
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
-    with torch.inference_mode(), _default_config(model.model, config):
-        output = model.model.generate(
+    with torch.inference_mode():
+        output = _with_default(model.model, config).generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
@@ -268,18 +284,15 @@ def generate(
     return Generated(rows, watch.first_at or ended, ended, reasons)
 
 
-@contextmanager
-def _default_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Let `config` be the model's own for one call: `generate()` fills what is None from that one.
+def _with_default(model: Any, config: GenerationConfig) -> Any:
+    """The model with `config` as its own: `generate()` fills what is None from that one.
 
-    Else a sampling temperature or a cache implementation of the model's would come back.
+    Else a sampling temperature or a cache implementation of the model's would come back.  The model
+    itself is the app's, which may look at it or save it meanwhile.
     """
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
+    view = copy.copy(model)  # with the same parts
+    view.generation_config = config
+    return view
 
 
 def _configured(

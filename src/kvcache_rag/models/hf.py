@@ -7,7 +7,8 @@ model family is named; what differs between families is measured (`models/probe.
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
-from kvcache_rag.models.attention.packed import use_packed_attention
+from kvcache_rag.models.attention.packed import packed_attention as packed
 from kvcache_rag.models.attention.placed import PlacedMask
+from kvcache_rag.models.attention.support import standing, stands, stock_configs
 from kvcache_rag.models.cache import (
     HaltedError,
     buffer_cache,
@@ -30,10 +32,11 @@ from kvcache_rag.models.cache import (
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
+from kvcache_rag.models.undisturbed import undisturbed
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
@@ -43,12 +46,21 @@ if TYPE_CHECKING:
 _ROW_COSTS: Final = {"int8": 0.15, "int4": 0.3}
 
 
+class _Computing(threading.local):
+    """The model that computes undisturbed in a thread."""
+
+    model: Any = None
+
+
+_HERE = _Computing()
+
+
 class TransformersModel:
     """A causal language model whose context can be captured, placed and continued.
 
     Attributes:
-        model: The transformers model, in evaluation mode; of a PEFT model, the one inside, whose
-            layers are the adapter's.
+        model: The transformers model, as it is; of a PEFT model, the one inside, whose layers are
+            the adapter's.
         layout: What was measured, or None when the model keeps no keys and values per token.
         refusal: Why nothing can be captured, or "".
         device: Where inputs go.
@@ -62,7 +74,7 @@ class TransformersModel:
 
         Args:
             model: A loaded transformers causal language model on one device.
-            packed_attention: Whether "sdpa" is replaced by the packed function (see
+            packed_attention: Whether the packed function stands in for "sdpa" (see
                 `models.attention`).
             window: Longest prompt plus answer that is wanted; None for the model's own.
 
@@ -74,9 +86,9 @@ class TransformersModel:
         model = unwrapped(model)
         _refuse_spread(model)
         settle_frequencies(model, window)
-        self.model = model.eval()
-        if packed_attention:
-            use_packed_attention(model)
+        self.model = model
+        # Those that attend by the packed function while they compute here.
+        self._packed = stock_configs(model) if packed_attention else []
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
@@ -87,7 +99,8 @@ class TransformersModel:
         self.layout: ModelLayout | None = None
         self.refusal = ""
         try:
-            self.layout = self._measure()
+            with self.computing():
+                self.layout = self._measure()
         except UnsupportedModelError as error:
             self.refusal = str(error)
 
@@ -236,6 +249,25 @@ class TransformersModel:
             "rope_parameters": repr(getattr(self.config, "rope_parameters", None)),
         }
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let the model compute within what its chunks' names promise, undisturbed by the app.
+
+        Every pass does so by itself; around several it is looked at once.
+        """
+        before = _HERE.model
+        if before is self.model:
+            yield
+            return
+        # Of a pass that is watched or weighed, what was asked for stands already.
+        mine = nullcontext() if stands(self._packed) else standing(self._packed, packed)
+        with undisturbed(self.model), mine:
+            _HERE.model = self.model
+            try:
+                yield
+            finally:
+                _HERE.model = before
+
     def forward(
         self,
         ids: Tensor,
@@ -257,6 +289,9 @@ class TransformersModel:
         Returns:
             Logits `(rows, keep or n, vocabulary)`.
         """
+        if _HERE.model is not self.model:
+            with self.computing():
+                return self.forward(ids, cache, positions, mask=mask, keep=keep)
         if isinstance(mask, PlacedMask):
             with mask.given(self.model, ids.shape[0]) as counted:
                 return self.forward(ids, cache, positions, mask=counted, keep=keep)
@@ -344,6 +379,12 @@ class TransformersModel:
             One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
             be views into the memory of the batch: stores make copies of their own.
         """
+        with self.computing():
+            return self._prefill(prefix, chunks, halts)
+
+    def _prefill(
+        self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], halts: bool
+    ) -> list[ChunkKV]:
         layout = self.measured.chunk_layout
         start = 0 if prefix is None else len(prefix)
         longest = max(map(len, chunks))

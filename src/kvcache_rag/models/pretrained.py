@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -15,6 +14,7 @@ from huggingface_hub import constants as hub
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to
+from kvcache_rag.forks import new_rlock
 from kvcache_rag.models.adapters import (
     NO_ADAPTER,
     adapter_template,
@@ -89,7 +89,7 @@ PACKAGED: Final = {
 }
 """Models by the names under which they are loaded."""
 
-_LOADING: Final = threading.RLock()
+_LOADING: Final = new_rlock()
 
 # Characters of another library's message that are passed on.
 _LONGEST = 400

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachetools import LRUCache
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.prompt.offsets import chunk_finder, written_chunk
 from kvcache_rag.prompt.template import (
     DEFAULT_DATE,
@@ -140,7 +140,7 @@ class PromptRenderer:
         self.has_control = chunk_finder(self.encoder, template)
         self._is_said_control = self._said_finder()
         self._ids: LRUCache[str, tuple[int, ...]] = LRUCache(_REMEMBERED, getsizeof=len)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         ids = self.encoder.encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)

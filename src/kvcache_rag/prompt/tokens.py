@@ -15,15 +15,16 @@ import copy
 import json
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterable, Iterator, Mapping
 
     from typing_extensions import Self
@@ -102,7 +103,7 @@ class TextEncoder:
     _of_copies: ClassVar[weakref.WeakKeyDictionary[Any, weakref.ref[TextEncoder]]] = (
         weakref.WeakKeyDictionary()
     )
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = new_lock()
 
     def __init__(self, tokenizer: Any) -> None:
         """Copy the tokenizer as it is now, and its backend with added tokens under other names."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -27,6 +26,7 @@ from kvcache_rag.errors import (
     UntrustedChunkError,
     check_name,
 )
+from kvcache_rag.forks import new_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -368,7 +368,7 @@ class Counters:
         """Count for a tier, by whose name it is told."""
         self._tier = tier
         self._due: dict[str, float] = {}  # when a failure is a warning again
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._read: Counter[str] = Counter()

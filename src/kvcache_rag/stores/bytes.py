@@ -6,12 +6,12 @@ checksums and signatures, limits, deletion, counters.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvcache_rag.forks import new_rlock
 from kvcache_rag.stores.locks import ThreadLocks
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class MemoryBytes(ByteStore):
     def __init__(self) -> None:
         """Hold nothing."""
         self._kept: dict[str, tuple[bytes, Entry]] = {}
-        self._guard = threading.RLock()  # `allowed` looks around
+        self._guard = new_rlock()  # `allowed` looks around
         self._locks = ThreadLocks()
 
     def get(self, name: str, most: int | None = None) -> bytes | None:

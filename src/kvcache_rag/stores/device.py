@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import in_child, new_condition, new_lock
 from kvcache_rag.kv.chunk import ChunkKV
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class Arena:
         """
         self.limit = limit
         self._allocate = allocate
-        self._changed = threading.Condition()
+        self._changed = new_condition()
         self._slabs: list[_Slab] = []
         # Given back, oldest first, while a device still reads from it.
         self._leaving: deque[tuple[Event, _Place]] = deque()
@@ -375,7 +374,7 @@ class CudaLane:
 
 _lanes: dict[torch.device, Lane] = {}
 
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def lane_to(device: torch.device) -> Lane:
@@ -396,15 +395,10 @@ def wipe() -> None:
         lane.arena.wipe()
 
 
-def _in_child() -> None:
-    # Its locks may be held by threads that do not exist here.
-    global _lock
-    _lock = threading.Lock()
+@in_child
+def _begin_anew() -> None:
+    # What their arenas have lent is with threads that do not exist here.
     _lanes.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 # ---------------------------------------------------------------------- whole chunks

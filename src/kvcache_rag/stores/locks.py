@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.forks import in_child, new_lock
 from kvcache_rag.stores.filesystem import check_file
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ThreadLocks:
     """Locks by name among the threads of a process, made on first use and kept."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = new_lock()
         self._locks: dict[str, threading.Lock] = {}
         self._holders: dict[str, int] = {}
         _ALL.add(self)
@@ -49,15 +50,14 @@ class ThreadLocks:
             yield all(stack.enter_context(self._one(name, patience)) for name in sorted(set(names)))
 
     def forget(self) -> None:
-        """Start anew, in a forked child: the threads that held the locks do not exist there."""
-        self._guard = threading.Lock()
+        """Know no holders, in a forked child: a thread there may have the number of one of them."""
         self._locks = {}
         self._holders = {}
 
     @contextmanager
     def _one(self, name: str, patience: float | None) -> Iterator[bool]:
         with self._guard:
-            lock = self._locks.setdefault(name, threading.Lock())
+            lock = self._locks.get(name) or self._locks.setdefault(name, new_lock())
             if patience is None and self._holders.get(name) == threading.get_ident():
                 raise InvalidInputError("locked() must not be nested: leave the first one before")
         if not lock.acquire(timeout=-1 if patience is None else patience):
@@ -74,13 +74,10 @@ class ThreadLocks:
 _PROCESS = ThreadLocks()
 
 
+@in_child
 def _in_child() -> None:
     for locks in _ALL:
         locks.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager

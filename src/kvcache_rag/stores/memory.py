@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from kvcache_rag.errors import (
     check_name,
     check_settings,
 )
+from kvcache_rag.forks import new_lock
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -131,7 +131,7 @@ class MemoryStore(ChunkStore):
             )
         self.ttl = check_ttl(ttl)
         self.tier = tier or ("memory" if self.home.device.type == "cpu" else "device")
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._chunks = _Chunks(max_bytes)
         self._generations: Counter[str] = Counter()
         self._counters = Counters(self.tier)

@@ -21,6 +21,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     check_name,
 )
+from kvcache_rag.forks import new_lock
 from kvcache_rag.stores import names
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -128,7 +129,7 @@ class StoredChunks(ChunkStore):
         self._sweeper = Sweeper(place, self._limits)
         self._described: dict[str, Mapping[str, Any]] = {}  # by the name of a spec
         self._held = threading.local()
-        self._due_lock = threading.Lock()
+        self._due_lock = new_lock()
         # When old chunks are looked for again: by namespace, and at first.
         self._dues: dict[str, float] = {}
         self._due = time.monotonic() + SWEEP_PAUSE

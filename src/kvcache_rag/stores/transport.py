@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.forks import new_lock, new_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +60,7 @@ class Breaker:
     def __init__(self, pause: float) -> None:
         """Start with a remote that is believed to work."""
         self.pause = pause
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._failures = 0
         self._until: float | None = None
 
@@ -128,8 +129,8 @@ class Transport:
         self._timeout = timeout
         self._retries = retries
         self.breaker = Breaker(pause)
-        self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(_AT_ONCE)
+        self._lock = new_lock()
+        self._slots = new_slots(_AT_ONCE)
         self._opened: tuple[int, Any] = (0, None)
 
     def run(self, call: Callable[[Any], T], *, timeout: float | None = None) -> T:

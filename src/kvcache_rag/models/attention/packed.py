@@ -6,28 +6,20 @@ numbers.  Nor does that path skip what a mask hides.  Here, many queries under a
 each over the columns from the first to the last that one of its rows sees: about half the work
 where tokens are computed again, and less in a sliding window.
 
-Registered under a name of its own, with sdpa's mask function (without which transformers would pass
-no mask at all).
+It stands in for the stock function behind "sdpa" (`support.standing`), with the same mask.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from kvcache_rag.models.attention import few_queries
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-PACKED = "kvcache_rag_packed"
 
 # The mask is tiled once per query head of a group, so long queries take the stock path.
 MAX_PACKED_ROWS = 2048
@@ -217,30 +209,3 @@ def mask_blocks(mask: Tensor) -> list[Block]:
         blocks.append(Block(start, min(start + BLOCK, queries), *columns))
     _BLOCKS[mask] = blocks
     return blocks
-
-
-def use_packed_attention(model: Any) -> bool:
-    """Switch a model from "sdpa" to the packed function; False for any other attention."""
-    return exchange_sdpa(model, PACKED, packed_attention)
-
-
-def exchange_sdpa(model: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> bool:
-    """Switch a model from "sdpa" to a function that takes the same masks; False if it stays.
-
-    Args:
-        model: A transformers model.
-        name: To register the function by.
-        function: As transformers calls them.
-    """
-    if getattr(model.config, "_attn_implementation", None) != "sdpa":
-        return False
-    can_change = getattr(model, "_can_set_attn_implementation", None)
-    if can_change is not None and not can_change():
-        return False  # Falcon and its like carry their own attention code
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, AttributeError):
-        return False
-    return True

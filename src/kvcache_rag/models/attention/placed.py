@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from kvcache_rag.models.attention.support import take_stock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -58,6 +60,7 @@ class _Listening:
 
 def _listen(name: str) -> None:
     # For good: another thread may be between entering and leaving a pass of its own.
+    take_stock()
     own: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
     if not isinstance(own, _Listening):
         AttentionMaskInterface.register(name, _Listening(own))

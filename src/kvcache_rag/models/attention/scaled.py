@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.models.attention.support import attention_switched, whole_mask
@@ -323,11 +322,9 @@ def why_own_code(model: TransformersModel) -> str:
 @contextmanager
 def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
     """Let every forward pass of a model within attend by this function, with this weighting."""
-    AttentionInterface.register(SCALED, scaled_attention)
-    AttentionMaskInterface.register(SCALED, whole_mask)
     token = IN_FORCE.set(weighting)
     try:
-        with attention_switched(module, SCALED):
+        with attention_switched(module, SCALED, scaled_attention, whole_mask):
             yield
     finally:
         IN_FORCE.reset(token)

@@ -7,7 +7,6 @@ an answer is that over a copy (`plain_attention`).
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.codecs import EncodedChunk
+from kvcache_rag.forks import new_lock
 from kvcache_rag.kv.rotary import angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
@@ -54,7 +54,7 @@ class _Angles:
     """Cosines and sines of the positions from 0 on, of each rotation of a model."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._tables: dict[Rotation, tuple[Tensor, Tensor]] = {}
 
     def of(self, layout: ModelLayout, rotation: Rotation, stop: int) -> tuple[Tensor, Tensor]:

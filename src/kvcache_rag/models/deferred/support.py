@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from kvcache_rag.codecs import EncodedChunk
@@ -55,9 +54,7 @@ def deferred_rotation(model: TransformersModel) -> Iterator[None]:
         model: The model, whose lock is held.
     """
     awaited()  # a pass that failed may have left something behind
-    AttentionInterface.register(DEFERRED, deferred_attention)
-    AttentionMaskInterface.register(DEFERRED, sdpa_mask)
-    with attention_switched(model.model, DEFERRED):
+    with attention_switched(model.model, DEFERRED, deferred_attention, sdpa_mask):
         yield
 
 

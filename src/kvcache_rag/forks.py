@@ -1,0 +1,69 @@
+"""Locks that a forked child can take: the threads that may have held them do not exist there.
+
+Every lock of the package is made here, so that none is forgotten (`tests/test_forks.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Renewing = TypeVar("_Renewing", bound="Callable[[], object]")
+
+_Lock = TypeVar("_Lock")
+
+_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_AFTER: list[Callable[[], object]] = []
+
+
+def new_lock() -> threading.Lock:
+    """A lock of threads, free in a forked child."""
+    return _kept(threading.Lock())
+
+
+def new_rlock() -> threading.RLock:
+    """The same, which its thread may take again; in a child it is held if the thread forked."""
+    return _kept(threading.RLock())
+
+
+def new_condition() -> threading.Condition:
+    """A condition with a lock of its own, for which nobody waits in a forked child."""
+    return _kept(threading.Condition())
+
+
+def new_slots(count: int) -> threading.BoundedSemaphore:
+    """A semaphore of which a forked child has all slots."""
+    return _kept(threading.BoundedSemaphore(count))
+
+
+def in_child(renew: _Renewing) -> _Renewing:
+    """Call a function in every forked child, where locks can be taken again."""
+    _AFTER.append(renew)
+    return renew
+
+
+def _kept(lock: _Lock) -> _Lock:
+    _LOCKS.add(lock)
+    return lock
+
+
+def _renew() -> None:
+    for lock in _LOCKS:
+        if isinstance(lock, threading.Semaphore):
+            lock._cond._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
+            lock._value = lock._initial_value  # type: ignore[attr-defined]
+        # Who forks with a lock that can be taken again, in a callback say, still has it.
+        elif not (hasattr(lock, "_is_owned") and lock._is_owned()):
+            lock._at_fork_reinit()
+    for renew in _AFTER:
+        renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
