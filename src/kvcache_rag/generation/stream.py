@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.metrics import Answer, Metrics
@@ -28,6 +28,11 @@ Run = Callable[[Emit, threading.Event], Answer]
 # Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
 # application (name look-ups, files) would then wait too.
 _WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+
+_NOT_COPIED: Final = (
+    "a stream is read by one reader, where it was opened, and is neither copied nor pickled; hand "
+    "on its pieces, or its answer once it has ended"
+)
 
 _Got = TypeVar("_Got")
 
@@ -113,6 +118,9 @@ class AnswerStream(Iterator[str]):
     def __del__(self) -> None:
         self._cancelled.set()
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputError(_NOT_COPIED)
+
     @property
     def answer(self) -> Answer:
         """The whole answer.
@@ -148,6 +156,9 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputError(_NOT_COPIED)
 
     async def __anext__(self) -> str:
         try:

@@ -21,6 +21,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     check_name,
 )
+from kvcache_rag.reopened import Reopened
 from kvcache_rag.stores import names
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -66,7 +67,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-class StoredChunks(ChunkStore):
+class StoredChunks(Reopened, ChunkStore):
     """A store of chunks over any place that keeps bytes by name.
 
     Attributes:
@@ -119,6 +120,8 @@ class StoredChunks(ChunkStore):
         self.temp_age = temp_age
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
+        if isinstance(signing_key, bytes):
+            self._opened[1]["signing_key"] = self.signing_key  # which refuses to be sent
         self.excludes_processes = place.excludes_processes
         self._codec = codec_of(codec)
         self._counters = Counters(tier)

@@ -48,6 +48,11 @@ class KVCachePrefill(TransformComponent):
         """Name in serialised settings."""
         return "KVCachePrefill"
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.llm is not None:
+            self.llm.__getstate__()  # LlamaIndex leaves out without an error what it cannot pickle
+        return super().__getstate__()
+
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Prefill nodes and hand them on."""
         if self.embed_model is None:

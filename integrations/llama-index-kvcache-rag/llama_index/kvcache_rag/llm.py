@@ -580,7 +580,16 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         return self.model_copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only; the model is loaded again by its name where it is needed."""
+        """Settings only; the model is loaded again by its name where it is needed.
+
+        Raises:
+            InvalidInputError: If the engine or the model was handed in.
+        """
+        if not self._loads or self._given != (None, None):
+            raise InvalidInputError(
+                "a KVCacheLLM with engine=, model= or tokenizer= cannot be pickled; give it "
+                "model_name= and the settings"
+            )
         return {"fields": dict(self.__dict__), "policy": self._policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
