@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -289,7 +290,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""
-        return self.model_copy()
+        held = {k: copy.copy(one) for k, one in vars(self).items() if isinstance(one, (dict, list))}
+        return self.model_copy(update=held)
 
     def __getstate__(self) -> dict[Any, Any]:
         """Settings only; the model is loaded again by its name where it is needed."""

@@ -7,6 +7,7 @@ the event loop, and wrapping the decorated methods would fire every event twice.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import threading
 import warnings
@@ -577,7 +578,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""
-        return self.model_copy()
+        held = {k: copy.copy(one) for k, one in vars(self).items() if isinstance(one, (dict, list))}
+        return self.model_copy(update=held)
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only; the model is loaded again by its name where it is needed.
