@@ -116,5 +116,5 @@ def test_what_holds_a_given_engine_says_so(what: str, engine: Engine, tmp_path: 
             "docs", HashEmbeddings(), persist_directory=str(tmp_path), engine=engine
         ).as_retriever()
     assert copy.deepcopy(given) is not None
-    with pytest.raises(InvalidInputError, match="engine.*cannot be pickled"):
+    with pytest.raises(InvalidInputError, match=r"engine.*cannot be pickled"):
         pickle.dumps(given)

@@ -7,13 +7,13 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import llama_index.core
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.schema import NodeWithScore, TextNode
 from sending import Row, check_elsewhere, check_here
 
-import llama_index.core
 import llama_index.kvcache_rag
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import (
@@ -121,12 +121,12 @@ def test_a_copy_has_settings_of_its_own() -> None:
 
 
 def test_what_holds_a_given_engine_says_so(engine: Engine) -> None:
-    # Loaded by its name alone, it would be another model: no adapter, template or store of this one.
+    # Loaded by its name alone, it would be another model: no adapter, template, store of it.
     given = KVCacheLLM(engine=engine)
     loaded = KVCacheLLM(model=engine.model, tokenizer=engine.tokenizer)
     for one in (given, loaded, KVCacheSynthesizer(llm=given), KVCachePrefill(llm=given)):
         assert copy.deepcopy(one) is not None
-        with pytest.raises(InvalidInputError, match="engine=.*cannot be pickled"):
+        with pytest.raises(InvalidInputError, match=r"engine=.*cannot be pickled"):
             pickle.dumps(one)
 
 
