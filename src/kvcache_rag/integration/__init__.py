@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.tools import ToolChoice as ToolChoice
     from kvcache_rag.generation.tools import UnreadableCall as UnreadableCall
     from kvcache_rag.generation.tools import read_whole as read_whole
+    from kvcache_rag.integration.cache_key import answer_state as answer_state
+    from kvcache_rag.integration.cache_key import written as written
     from kvcache_rag.integration.chat import JSON_FORM as JSON_FORM
     from kvcache_rag.integration.chat import ConversationForm as ConversationForm
     from kvcache_rag.integration.chat import ConversationForms as ConversationForms
