@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding  # noqa: TC002  # pydantic reads it
 from llama_index.core.bridge.pydantic import SerializeAsAny  # noqa: TC002  # as well
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from kvcache_rag import cancellable
-from kvcache_rag.integration import beside
+from kvcache_rag import InvalidInputError, cancellable
+from kvcache_rag.integration import beside, written
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.prefilling import prefill_nodes
@@ -47,6 +48,14 @@ class KVCachePrefill(TransformComponent):
     def class_name(cls) -> str:
         """Name in serialised settings."""
         return "KVCachePrefill"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Settings, and whose chunks are computed; by both a pipeline's cache knows its work."""
+        data = super().to_dict(**kwargs)
+        with suppress(InvalidInputError):  # no LLM yet; that is told where it is asked
+            llm = kv_llm(self.llm)
+            data["chunks"] = written([llm.to_dict(), llm.chunks_of])
+        return data
 
     def __getstate__(self) -> dict[str, Any]:
         if self.llm is not None:

@@ -47,6 +47,7 @@ from kvcache_rag.integration import (
     StoreOptions,
     first_problem,
     given_policy,
+    is_remote,
     joined,
     refuse_unknown,
     rendered,
@@ -251,6 +252,16 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
     def is_settings(self) -> bool:
         """Whether its settings are enough to load the same engine again, elsewhere."""
         return self._loads and self._given == (None, None) and self.template is None
+
+    @property
+    def chunks_of(self) -> tuple[Any, ...]:
+        """Whose chunks it computes, beside its settings; loads the model where these do not say."""
+        scorer = None if self._policy is None else self._policy.auxiliary
+        if self.is_settings:
+            return (scorer,)
+        engine = self.engine
+        is_known = not (engine.refusal or is_remote(engine))
+        return (scorer, engine.spec if is_known else None, engine.namespace)
 
     @property
     def watch(self) -> MetadataWatch:
