@@ -80,7 +80,10 @@ async def test_conversations_go_through_a_chat_store(llm: KVCacheLLM, tmp_path: 
     said = [*engine.chat_history, called]
     store = SQLAlchemyChatStore("chats", f"sqlite+aiosqlite:///{tmp_path}/chats.db")
     await store.add_messages("a", said)
-    assert await store.get_messages("a") == said
+    kept = await store.get_messages("a")
+    assert store._async_engine is not None
+    await store._async_engine.dispose()  # its thread would outlive the event loop
+    assert kept == said
     assert [ChatMessage.model_validate_json(one.model_dump_json()) for one in said] == said
     assert len(said) == 5
 
