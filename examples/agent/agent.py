@@ -77,7 +77,7 @@ def show(step: int, message: AIMessage) -> None:
     print(f"step {step}: {', '.join(calls) or message.text}")
     if cost := message.response_metadata.get("kv_cache"):
         tokens = f"{cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed"
-        print(f"  {tokens}; first token after {cost['ttft']:.2f} s", flush=True)
+        print(f"  {tokens}; first token after {cost['answers'][0]['ttft']:.2f} s", flush=True)
 
 
 def converse(llm: Any, search: Any, questions: Sequence[str], *, free: bool) -> list[BaseMessage]:

@@ -42,7 +42,7 @@ class Tenant:
     def ask(self, question: str) -> dict[str, Any]:
         found = self.store.similarity_search(question, k=3)
         message = KVCacheRAG(self.llm).invoke({"question": question, "context": found})
-        cost = message.response_metadata["kv_cache"]
+        (cost,) = message.response_metadata["kv_cache"]["answers"]
         costs = {name: cost[name] for name in ("reused_tokens", "prefilled_tokens", "ttft")}
         return {"answer": message.text, "sources": [one.page_content for one in found], **costs}
 

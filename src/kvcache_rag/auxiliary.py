@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterable, Iterator, Sequence
 
+    from typing_extensions import Self
+
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.metrics import Miss
     from kvcache_rag.prefill import ContextChunk
@@ -171,6 +173,13 @@ class Auxiliary:
         if self._name:
             return f"Auxiliary.from_pretrained({self._name!r})"
         return f"<Auxiliary {type(self.engine.model).__name__}>"
+
+    def __copy__(self) -> Self:
+        """The same: a model is not copied by accident."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self
 
     def __reduce__(self) -> Any:
         raise InvalidInputError(

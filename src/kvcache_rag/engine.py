@@ -8,7 +8,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -241,6 +241,27 @@ class Engine:
         if prefiller is None:
             return None
         return ContextLoader(prefiller, self._renderer, combinations)
+
+    def __copy__(self) -> Self:
+        """Attributes of its own over the same model and stores."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """As `copy.copy`: neither a model nor a store is copied by accident."""
+        return copy.copy(self)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a loaded model is not sent.
+
+        Raises:
+            InvalidInputError: Saying what can be.
+        """
+        raise InvalidInputError(
+            "an engine holds a loaded model and cannot be pickled; make it where it is needed, or "
+            "pickle what names its model, such as LocalSettings, a ChatKVCache or a KVCacheLLM"
+        )
 
     def in_namespace(self, namespace: str) -> Self:
         """An engine for another tenant: the same model, stores and settings, other chunks.

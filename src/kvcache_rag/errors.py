@@ -68,6 +68,11 @@ class MissingExtraError(KVCacheRagError, ImportError):
     def __init__(self, package: str, extra: str, dist: str = "kvcache-rag") -> None:
         """Say which package is missing, and which extra of which distribution installs it."""
         super().__init__(f"{package} is not installed: pip install '{dist}[{extra}]'")
+        self._named = package, extra, dist
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again of what it names: workers send their errors."""
+        return type(self), self._named
 
 
 # ---------------------------------------------------------------------- what users hand in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
@@ -128,6 +128,7 @@ class Metrics:
         """Metrics out of what `to_dict` gave, wherever a framework put it.
 
         Keys that are no attributes are left out, and attributes without a key have their defaults.
+        Where a framework added answers up, it is the cost of all of them.
 
         Raises:
             InvalidInputError: If it is something else.
@@ -135,6 +136,8 @@ class Metrics:
         try:
             if not isinstance(values, Mapping):
                 raise TypeError
+            if values.get("answers"):
+                return summed([cls.from_dict(one) for one in values["answers"]])
             known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             missed = tuple(
                 miss if isinstance(miss, Miss) else Miss(**miss) for miss in known.pop("missed", ())
@@ -145,6 +148,23 @@ class Metrics:
                 f'response.metadata["kv_cache"] is, not out of {values!r:.80}'
             ) from None
         return cls(**known, missed=missed)
+
+
+def summed(metrics: Sequence[Metrics]) -> Metrics:
+    """Cost of several answers: numbers add up, and of words those that differ are listed."""
+    if len(metrics) == 1:
+        return metrics[0]
+    found: dict[str, Any] = {}
+    for one in fields(Metrics):
+        values = [getattr(each, one.name) for each in metrics]
+        if isinstance(one.default, bool):
+            found[one.name] = any(values)
+        elif isinstance(one.default, (int, float)):
+            found[one.name] = sum(values)
+        elif isinstance(one.default, str):
+            found[one.name] = ", ".join(dict.fromkeys(filter(None, values)))
+    hits = dict(sum((Counter(one.hits) for one in metrics), Counter()))
+    return Metrics(**found, hits=hits, missed=tuple(miss for one in metrics for miss in one.missed))
 
 
 def joined(first: Metrics, later: Metrics, before: float) -> Metrics:

@@ -34,6 +34,7 @@ from kvcache_rag.policies.named import name_of
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import Message, PromptTemplate
+from kvcache_rag.reopened import Reopened
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.http import LostError, RefusedError, ServerClient
 
@@ -173,7 +174,7 @@ class RemoteForms(ConversationForms):
         )
 
 
-class RemoteEngine:
+class RemoteEngine(Reopened):
     """What applications use of an `Engine`, answered by a server.
 
     Nothing is asked before it is needed.  Safe to use from any thread.

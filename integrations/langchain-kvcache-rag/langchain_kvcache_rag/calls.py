@@ -28,8 +28,8 @@ _OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _WHEN_SAMPLING: Final = ("top_k", "top_p")
 # LangChain's names of what transformers calls otherwise.
 _RENAMED: Final = {"max_tokens": "max_new_tokens", "timeout": "max_time"}
-# What LangChain says to itself in the arguments of a call.
-_INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
+INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
+"""What LangChain says to itself in the arguments of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ def call_options(
         for name, value in one.items():
             if name in _FROM_MESSAGES:
                 raise InvalidInputError(f"{name} comes from the messages; leave it out")
-            if value is not None and name not in _INTERNAL:
+            if value is not None and name not in INTERNAL:
                 options[_RENAMED.get(name, name)] = value
     sampling = options.get("do_sample", bool(options.get("temperature")))
     if not sampling and "generation_config" not in options:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langchain_core.runnables.passthrough import RunnableAssign
 
 from kvcache_rag import InvalidInputError
@@ -47,7 +47,8 @@ def create_kvcache_rag_chain(
         KVCacheRAG(llm, document_prompt=document_prompt) | StrOutputParser()
     )
     found = FirstStep({"context": find.with_config(run_name="retrieve_documents")})
-    chain = RunnableAssign(found).assign(answer=answer)
+    # Not `assign`, which makes a class that pickle does not find.
+    chain = RunnableAssign(found) | RunnableAssign(RunnableParallel({"answer": answer}))
     return chain.with_config(run_name="kvcache_rag_chain")
 
 

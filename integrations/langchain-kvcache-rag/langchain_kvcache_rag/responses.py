@@ -49,14 +49,21 @@ def usage(answer: Answer) -> UsageMetadata:
 
 
 def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
-    """What `response_metadata` says: times in seconds, `kv_cache` metrics and more."""
+    """What `response_metadata` says: `kv_cache` metrics and more.
+
+    LangChain adds messages up value by value: lists and texts are joined, whole numbers add up
+    unless they are equal, and two different ones of anything else are a TypeError.  So what has to
+    be true of a sum stands in a list.
+    """
     tool_form = call.form.tool_form
+    cost = {**answer.metrics.to_dict(), "prompt": call.prompt_kind}
+    flat = {name: one for name, one in cost.items() if not isinstance(one, float)}
+    flat["prefix_mismatch"] = int(cost["prefix_mismatch"])
     return {
         "model_name": model_name,
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,
-        "ttft": answer.metrics.ttft,
-        "kv_cache": {**answer.metrics.to_dict(), "prompt": call.prompt_kind},
+        "kv_cache": {**flat, "answers": [cost]},
         **({"tool_form": tool_form} if tool_form else {}),
     }
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from langchain_core.globals import get_llm_cache
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
-from kvcache_rag import InvalidInputError, ReusePolicy
+from kvcache_rag import InvalidInputError, ReusePolicy, in_thread
 from kvcache_rag.integration import (
     DeviceOption,
     EngineOptions,
     StoreOptions,
+    answer_state,
     first_problem,
     given_policy,
     open_engine,
     refuse_unknown,
     remote_engine,
+    written,
 )
+from langchain_kvcache_rag.calls import INTERNAL
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.retrieved import watch
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
     from langchain_core.language_models.base import LangSmithParams
     from langchain_core.messages import BaseMessage
+    from langchain_core.outputs import LLMResult
     from typing_extensions import Self
 
     from kvcache_rag import Engine
@@ -43,6 +50,28 @@ _OF_THE_ENGINE: Final = (
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
 _OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "template")
+# What of the settings changes no word of an answer, and why; whatever else there is does.
+NO_ANSWER: Final = {
+    "cache": "where answers are kept",
+    "callbacks": "who is told of a call",
+    "custom_get_token_ids": "counts tokens for others",
+    "disable_streaming": "how an answer comes",
+    "engine_source": "what is in it is asked itself",
+    "kv_dir": "where chunks are kept",
+    "kv_max_bytes": "how many are kept; what is missing is computed, and is the same",
+    "kv_ttl": "how long they are kept; as above",
+    "max_batch_size": "an answer of a batch is that of a single question",
+    "max_retries": "how often a server is asked that did not answer",
+    "metadata": "what traces say of a call",
+    "name": "what traces call it",
+    "profile": "what a model says of itself",
+    "rate_limiter": "when a call is made",
+    "signing_key": "whose chunks are taken; those of others are computed, and are the same",
+    "streaming": "how an answer comes",
+    "tags": "what traces say of a call",
+    "verbose": "what is printed",
+}
+_SECRETS: Final = ("token", "use_auth_token")
 # What of the settings changes an answer, and is plain.
 _NAMED: Final = (
     "model",
@@ -205,10 +234,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        # LangChain's cache of answers tells models apart by this, so whatever changes an answer is
-        # part of it; a key for the hub does not.
-        private = ("token", "use_auth_token")
-        kwargs = {name: str(one) for name, one in self.model_kwargs.items() if name not in private}
+        # For traces, so without a key for the hub.
+        kwargs = {name: str(one) for name, one in self.model_kwargs.items() if name not in _SECRETS}
         named = {name: getattr(self, name) for name in _NAMED}
         policy, template, values = self.policy, self.template, self.chat_template_kwargs
         if self._shared.is_given:
@@ -226,6 +253,29 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
             "policy": repr(policy),
             "template": repr(template),
         }
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """What LangChain's caches of answers tell models and calls apart by, beside the messages.
+
+        Loads the model, as the weights, the tokenizer and what comes with the model are part of it.
+        """
+        settings = {
+            name: getattr(self, name) for name in type(self).model_fields if name not in NO_ANSWER
+        }
+        settings["model_kwargs"] = {
+            name: one for name, one in self.model_kwargs.items() if name not in _SECRETS
+        }
+        call = {name: one for name, one in kwargs.items() if name not in INTERNAL}
+        state = written([answer_state(self.engine), settings, stop, call])
+        digest = hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{PROVIDER} {self.model} {digest}"
+
+    async def agenerate(self, *args: Any, **kwargs: Any) -> LLMResult:
+        """As LangChain's; what has to be loaded is loaded beside the event loop."""
+        if self.cache is not False and (self.cache or get_llm_cache() is not None):
+            with suppress(Exception):  # which is told where the model is asked
+                await in_thread(self._get_llm_string)
+        return await super().agenerate(*args, **kwargs)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -289,7 +339,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""
-        return self.model_copy()
+        held = {k: copy.copy(one) for k, one in vars(self).items() if isinstance(one, (dict, list))}
+        return self.model_copy(update=held)
 
     def __getstate__(self) -> dict[Any, Any]:
         """Settings only; the model is loaded again by its name where it is needed."""

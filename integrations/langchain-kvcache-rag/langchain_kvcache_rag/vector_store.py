@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.runnables.config import run_in_executor
 
+from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import Reopened
 from langchain_kvcache_rag.blocks import checked_prompt
 from langchain_kvcache_rag.client import PrefilledClient, source_of
 
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
     from kvcache_rag.integration import References
     from langchain_kvcache_rag.collection import DocumentCollection, KVSource
 
+# What names a collection's place for another process, too.
+_PLACES: Final = ("persist_directory", "host", "chroma_cloud_api_key")
 # SQLite refuses statements with tens of thousands of variables.
 _IDS = 5000
 
 
-class KVCacheChroma(Chroma):
+class KVCacheChroma(Reopened, Chroma):
     """`langchain_chroma.Chroma` that prefills documents when they are added.
 
     Everything of the stock store works as it does there, over the same collections: those that it
@@ -46,6 +51,9 @@ class KVCacheChroma(Chroma):
     last wins; `delete()` deletes all rows, as LangChain defines it.  Metadata must not use the keys
     of a reference (`kvcache_rag.integration.REFERENCE_KEYS`).  One process owns a persistent
     directory; several share a collection through a Chroma server and `host=`.
+
+    A copy is the same store; a pickle opens the collection again, with a chat model as that one is
+    pickled.
     """
 
     def __init__(
@@ -149,6 +157,25 @@ class KVCacheChroma(Chroma):
     @property
     def _prefilled(self) -> DocumentCollection:
         return cast("DocumentCollection", self._collection)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a store in another process is opened from.
+
+        Raises:
+            InvalidInputError: If that process could not find the collection.
+        """
+        opener, (kind, arguments, options) = super().__reduce__()
+        given = inspect.signature(kind).bind(*arguments, **options).arguments
+        settings = given.get("client_settings")
+        is_placed = any(given.get(name) for name in _PLACES) or (
+            settings is not None and (settings.is_persistent or settings.chroma_server_host)
+        )
+        if not is_placed or given.get("client") is not None:
+            raise InvalidInputError(
+                "a store in memory or over an open client cannot be pickled; open it with "
+                "persist_directory= or host="
+            )
+        return opener, (kind, arguments, options)
 
     # ------------------------------------------------------------------ writing
     def add_texts(

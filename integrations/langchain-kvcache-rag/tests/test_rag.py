@@ -84,7 +84,7 @@ def test_it_answers_as_the_engine_does_and_says_what_was_reused(
     cost = message.response_metadata["kv_cache"]
     chunks = sum(map(len, engine.tokenize("?", TEXTS).chunks))
     assert (cost["reused_tokens"], cost["prefilled_tokens"], cost["misses"]) == (chunks, 0, 0)
-    assert 0 < message.response_metadata["ttft"] == cost["ttft"]
+    assert cost["answers"][0]["ttft"] > 0
     usage = message.usage_metadata
     assert usage is not None
     assert usage["input_token_details"]["cache_read"] == chunks

@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex
+import torch
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
-from kvcache_rag import ContextTooLongError, InvalidInputError, PromptTemplate, StoredChunk
+from kvcache_rag import (
+    Auxiliary,
+    CacheClip,
+    ContextTooLongError,
+    InvalidInputError,
+    PromptTemplate,
+    StoredChunk,
+)
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
-from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheVectorStore
+from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCachePrefill, KVCacheVectorStore
 from llama_index.kvcache_rag.references import chunks_of, llm_text
 
 if TYPE_CHECKING:
@@ -314,3 +323,47 @@ def test_custom_nodes_are_no_problem(store: KVCacheVectorStore) -> None:
     nodes: list[BaseNode] = [Marked(id_="m", text="Marked.", embedding=[1.0, 0.0])]
     store.add(nodes)
     assert [found.get_content() for found in store.get_nodes()] == ["Marked."]
+
+
+# ---------------------------------------------------------------------- a pipeline's cache
+def test_a_pipelines_cache_tells_models_apart(make_engine: Callable[..., Engine]) -> None:
+    pipeline = IngestionPipeline(transformations=[])
+    nodes = [TextNode(id_="a", text="The tower is tall.")]
+
+    def run(**options: Any) -> int:
+        engine = make_engine(**options)
+        before = engine.store.stats().puts
+        pipeline.transformations = [KVCachePrefill(llm=KVCacheLLM(engine=engine))]
+        pipeline.run(nodes=nodes)
+        return int(engine.store.stats().puts - before)
+
+    template = PromptTemplate(system="Another instruction.\n")
+    assert [run() > 0, run(template=template) > 0, run(namespace="b") > 0] == [True] * 3
+    assert run() == 0, "it is known"
+
+
+def test_a_pipelines_cache_follows_weights_and_the_llm_of_the_settings(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, hashes = KVCachePrefill(), []
+    engine = make_engine()
+    for llm in (
+        KVCacheLLM(engine=engine),
+        KVCacheLLM(model_name="tiny"),
+        KVCacheLLM(model_name="tiny", template=PromptTemplate(chunk_end="\n")),
+        KVCacheLLM(model_name="tiny", policy=CacheClip(Auxiliary(engine))),
+    ):
+        monkeypatch.setattr(Settings, "_llm", llm)
+        hashes.append(get_transformation_hash([], step))
+    assert len({*hashes}) == 4
+    given = KVCachePrefill(llm=KVCacheLLM(engine=engine))
+    before = get_transformation_hash([], given)
+    assert get_transformation_hash([], given) == before
+    weight = engine.model.lm_head.weight
+    with torch.no_grad():
+        weight.mul_(2)
+    try:
+        assert get_transformation_hash([], given) != before
+    finally:
+        with torch.no_grad():
+            weight.div_(2)

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.forks import in_child
@@ -37,6 +37,11 @@ def _wait_anew() -> None:
     global _WAITING
     _WAITING = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
 
+
+_NOT_COPIED: Final = (
+    "a stream is read by one reader, where it was opened, and is neither copied nor pickled; hand "
+    "on its pieces, or its answer once it has ended"
+)
 
 _Got = TypeVar("_Got")
 
@@ -127,6 +132,9 @@ class AnswerStream(Iterator[str]):
     def __del__(self) -> None:
         self._cancelled.set()
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputError(_NOT_COPIED)
+
     @property
     def answer(self) -> Answer:
         """The whole answer.
@@ -162,6 +170,9 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputError(_NOT_COPIED)
 
     async def __anext__(self) -> str:
         if self._closed:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.tools import ToolChoice as ToolChoice
     from kvcache_rag.generation.tools import UnreadableCall as UnreadableCall
     from kvcache_rag.generation.tools import read_whole as read_whole
+    from kvcache_rag.integration.cache_key import answer_state as answer_state
+    from kvcache_rag.integration.cache_key import written as written
     from kvcache_rag.integration.chat import JSON_FORM as JSON_FORM
     from kvcache_rag.integration.chat import ConversationForm as ConversationForm
     from kvcache_rag.integration.chat import ConversationForms as ConversationForms
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.conversation import said as said
     from kvcache_rag.prompt.scores import scores_by_step as scores_by_step
     from kvcache_rag.prompt.scores import whole_scores as whole_scores
+    from kvcache_rag.reopened import Reopened as Reopened
     from kvcache_rag.settings import DeviceOption as DeviceOption
     from kvcache_rag.settings import EngineOptions as EngineOptions
     from kvcache_rag.settings import PathText as PathText

@@ -54,6 +54,10 @@ class MetadataWatch:
         self._told: set[str] = set()
         self._lock = new_lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, here or elsewhere, has seen nothing yet."""
+        return type(self), ()
+
     def changed(self, id_: str, written: str, shown: Callable[[], Shown]) -> list[str]:
         """Fields that changed since a text was last read, of which nothing was said so far.
 

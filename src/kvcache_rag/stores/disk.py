@@ -6,7 +6,7 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
 from kvcache_rag.stores import filesystem
@@ -96,6 +96,13 @@ class DiskStore(StoredChunks):
             f"durable={self.durable}, codec={self._codec!r}, temp_age={self.temp_age}, "
             f" tier={self.tier!r}{signing})"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        opener, (kind, arguments, options) = super().__reduce__()
+        root = str(self.root)  # whoever opens it may work in another folder
+        if arguments:
+            return opener, (kind, (root, *arguments[1:]), options)
+        return opener, (kind, (), {**options, "root": root})
 
     def path(self, key: ChunkKey) -> Path:
         """Where the file of `key` is or would be."""

@@ -20,6 +20,7 @@ from kvcache_rag.errors import (
 )
 from kvcache_rag.forks import new_lock
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+from kvcache_rag.reopened import Reopened
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
     ChunkStore,
@@ -75,7 +76,7 @@ class _Chunks(LRUCache[ChunkKey, "ChunkKV | EncodedChunk"]):
         self.put_at.pop(key, None)
 
 
-class MemoryStore(ChunkStore):
+class MemoryStore(Reopened, ChunkStore):
     """Up to `max_bytes` of chunks in memory, shared by the threads of this process.
 
     That is main memory, or a device's, where chunks are used without crossing a bus; in front of a

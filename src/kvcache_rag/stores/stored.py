@@ -22,6 +22,7 @@ from kvcache_rag.errors import (
     check_name,
 )
 from kvcache_rag.forks import new_lock
+from kvcache_rag.reopened import Reopened
 from kvcache_rag.stores import names
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -69,7 +70,7 @@ _LOG = logging.getLogger(__name__)
 _TRIES = 100  # to write a number while others delete
 
 
-class StoredChunks(ChunkStore):
+class StoredChunks(Reopened, ChunkStore):
     """A store of chunks over any place that keeps bytes by name.
 
     Attributes:
@@ -122,6 +123,8 @@ class StoredChunks(ChunkStore):
         self.temp_age = temp_age
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
+        if isinstance(signing_key, bytes):
+            self._opened[1]["signing_key"] = self.signing_key  # which refuses to be sent
         self.excludes_processes = place.excludes_processes
         self._codec = codec_of(codec)
         self._counters = Counters(tier)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.reopened import Reopened
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 AnyHit = TypeVar("AnyHit", Hit, EncodedHit)
 
 
-class TieredStore(ChunkStore):
+class TieredStore(Reopened, ChunkStore):
     """Stores from the fastest to the slowest; the last one is the truth that the others copy.
 
     A hit in a slower tier is put into the faster ones, and one in a faster tier counts as use in

@@ -12,7 +12,7 @@ import inspect
 import threading
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
@@ -52,6 +52,12 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
     _turns_of_threads: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _turns_of_tasks: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     _left: bool = field(default=False, repr=False)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputError(
+            "a streamed answer is read by one reader, where it was asked for, and is neither "
+            "copied nor pickled; hand on its pieces, or its text, metadata and source_nodes"
+        )
 
     @property
     def response_gen(self) -> Generator[str, None, None]:

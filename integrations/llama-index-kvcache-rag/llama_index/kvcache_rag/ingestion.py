@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.base.embeddings.base import BaseEmbedding  # noqa: TC002  # pydantic reads it
 from llama_index.core.bridge.pydantic import SerializeAsAny  # noqa: TC002  # as well
 from llama_index.core.schema import BaseNode, TransformComponent
+from llama_index.core.settings import Settings
 
 from kvcache_rag import cancellable
-from kvcache_rag.integration import beside
+from kvcache_rag.integration import beside, written
 from llama_index.kvcache_rag.defaults import kv_llm
-from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
+from llama_index.kvcache_rag.llm import KVCacheLLM
 from llama_index.kvcache_rag.prefilling import prefill_nodes
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ class KVCachePrefill(TransformComponent):
     def class_name(cls) -> str:
         """Name in serialised settings."""
         return "KVCachePrefill"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Settings, and whose chunks are computed; by both a pipeline's cache knows its work."""
+        data = super().to_dict(**kwargs)
+        llm = self.llm or Settings._llm  # `Settings.llm` would make one
+        if isinstance(llm, KVCacheLLM):
+            data["chunks"] = written([llm.to_dict(), llm.chunks_of])
+        return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.llm is not None:
+            self.llm.__getstate__()  # LlamaIndex leaves out without an error what it cannot pickle
+        return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Prefill nodes and hand them on."""

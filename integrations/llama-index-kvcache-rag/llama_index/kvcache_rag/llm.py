@@ -7,6 +7,7 @@ the event loop, and wrapping the decorated methods would fire every event twice.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import threading
 import warnings
@@ -47,6 +48,7 @@ from kvcache_rag.integration import (
     StoreOptions,
     first_problem,
     given_policy,
+    is_remote,
     joined,
     refuse_unknown,
     rendered,
@@ -251,6 +253,16 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
     def is_settings(self) -> bool:
         """Whether its settings are enough to load the same engine again, elsewhere."""
         return self._loads and self._given == (None, None) and self.template is None
+
+    @property
+    def chunks_of(self) -> tuple[Any, ...]:
+        """Whose chunks it computes, beside its settings; loads the model where these do not say."""
+        scorer = None if self._policy is None else self._policy.auxiliary
+        if self.is_settings:
+            return (scorer,)
+        engine = self.engine
+        is_known = not (engine.refusal or is_remote(engine))
+        return (scorer, engine.spec if is_known else None, engine.namespace)
 
     @property
     def watch(self) -> MetadataWatch:
@@ -578,10 +590,20 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""
-        return self.model_copy()
+        held = {k: copy.copy(one) for k, one in vars(self).items() if isinstance(one, (dict, list))}
+        return self.model_copy(update=held)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only; the model is loaded again by its name where it is needed."""
+        """Settings only; the model is loaded again by its name where it is needed.
+
+        Raises:
+            InvalidInputError: If the engine or the model was handed in.
+        """
+        if not self._loads or self._given != (None, None):
+            raise InvalidInputError(
+                "a KVCacheLLM with engine=, model= or tokenizer= cannot be pickled; give it "
+                "model_name= and the settings"
+            )
         return {"fields": dict(self.__dict__), "policy": self._policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
