@@ -43,6 +43,11 @@ def renderer(engine: Engine) -> PromptRenderer:
     return engine._renderer
 
 
+def remembered_ids(renderer: PromptRenderer) -> Any:
+    """Of texts, by namespace."""
+    return renderer._ids
+
+
 def prefiller(engine: Engine) -> Any:
     """What computes chunks; a `Prefiller`, or None where keys cannot move."""
     return engine._prefiller

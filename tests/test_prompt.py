@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import string
+import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import access
 import pytest
 from laws import TEXTS, make_engine
+from transformers import AutoTokenizer
 from zoo import byte_tokenizer
 
 from kvcache_rag import InvalidInputError, Message, PromptTemplate
+from kvcache_rag.models.pretrained import TINY, resolve
 from kvcache_rag.prompt import renderer as prompt_renderer
 from kvcache_rag.prompt.renderer import _SENTINEL, PromptRenderer
+from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,6 +275,58 @@ def test_texts_are_tokenised_once_and_forgotten_with_the_namespace() -> None:
         engine.delete_namespace()
         assert renderer.chunk_ids(TEXTS[0]) == first[0]
         assert len(asked) == 3
+
+
+def test_what_one_tenant_had_read_another_has_read_anew() -> None:
+    engine = make_engine("llama")
+    other = engine.in_namespace("other")
+    counts = []
+    for tenant in (engine, other, engine, other, engine.in_namespace("other")):
+        encode = access.renderer(tenant).encoder.encode
+        with patch.object(TextEncoder, "encode", side_effect=encode) as asked:
+            tenant.keys(TEXTS)
+            tenant.tokenize("Who?", TEXTS)
+            tenant.generate("Who?", TEXTS, max_new_tokens=1)
+        counts.append(sum(text in call.args[0] for call in asked.mock_calls for text in TEXTS))
+    assert counts == [len(TEXTS), len(TEXTS), 0, 0, 0]
+
+
+def test_what_one_tenant_reads_makes_another_forget_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = renderer(None)
+    monkeypatch.setattr(prompt_renderer, "_REMEMBERED", 2 * len(one.chunk_ids(TEXTS[0])))
+    one.forget()
+    known = one.chunk_ids(TEXTS[0])
+    for number in range(100):
+        one.in_namespace("other").chunk_ids(f"text {number}")
+    one.in_namespace("other").forget()
+    with patch.object(TextEncoder, "encode", side_effect=AssertionError):
+        assert one.chunk_ids(TEXTS[0]) == known
+    for number in range(100):
+        one.in_namespace(str(number)).chunk_ids("text")
+    assert len(access.remembered_ids(one)) == 64, "and who makes up namespaces fills no memory"
+
+
+def test_the_time_of_reading_a_text_tells_nothing_of_other_tenants() -> None:
+    one = PromptRenderer(PromptTemplate(), AutoTokenizer.from_pretrained(resolve(TINY)))
+    other = one.in_namespace("other")
+    some = random.Random(0)
+
+    def word() -> str:
+        return "".join(some.choices(string.ascii_lowercase, k=some.randint(6, 14)))
+
+    heard, new = ([" ".join(word() for _ in range(200)) for _ in range(25)] for _ in range(2))
+    for text in heard:
+        one.chunk_ids(text)
+    seconds: list[list[float]] = [[], []]
+    for pair in zip(heard, new, strict=True):
+        for times, text in zip(seconds, pair, strict=True):
+            began = time.perf_counter()
+            other.chunk_ids(text)
+            times.append(time.perf_counter() - began)
+    sooner = [a < b for a in seconds[0] for b in seconds[1]]
+    assert 0.15 < sum(sooner) / len(sooner) < 0.85, "0.5 tells nothing, 1 everything"
 
 
 def test_a_text_longer_than_what_is_remembered_is_tokenised(

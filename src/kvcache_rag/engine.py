@@ -160,7 +160,8 @@ class Engine:
     def _bind(self) -> None:
         """Bind template and tokenizer, as it reads texts now, to model and stores."""
         longest = self._adapter.longest(self._options["context_window"])  # without cached chunks
-        self._renderer = PromptRenderer(self.template, self.tokenizer)
+        renderer = PromptRenderer(self.template, self.tokenizer)
+        self._renderer = renderer.in_namespace(self.namespace)
         joint = self._loader(self.combinations, None)
         loader = self._loader(self.store, joint)
         self._prefiller = loader.prefiller if loader else None
@@ -276,17 +277,19 @@ class Engine:
             moved = other.auxiliary if own is self.auxiliary else _scorer_of(own, namespace)
             other.policy = with_auxiliary(self.policy, moved or own)
         answerer, loader = self._answerer, self._answerer.loader
+        other._renderer = self._renderer.in_namespace(namespace)
+        other._planner = replace(self._planner, renderer=other._renderer)
         if loader is not None:
             joint = loader.combinations and _moved(loader.combinations, namespace)
             loader = replace(_moved(loader, namespace), combinations=joint)
             other._prefiller = loader.prefiller
-            other._planner = replace(self._planner, prefiller=loader.prefiller)
+            other._planner = replace(other._planner, prefiller=loader.prefiller)
             window = self._planner.window
             other._joint = None if joint is None else Combinations(loader, joint, window)
         other._answerer = Answerer(
             self._adapter,
             answerer.tokenizer,
-            answerer.renderer,
+            other._renderer,
             loader,
             answerer.window,
             answerer.longest,
@@ -966,7 +969,11 @@ def unwarned(engine: Engine) -> Engine:
 
 def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:
     """A loader of the same store for another tenant."""
-    return replace(loader, prefiller=loader.prefiller.in_namespace(namespace))
+    return replace(
+        loader,
+        prefiller=loader.prefiller.in_namespace(namespace),
+        renderer=loader.renderer.in_namespace(namespace),
+    )
 
 
 def _scorer_of(scorer: Scorer | None, namespace: str) -> Scorer | None:

@@ -213,7 +213,7 @@ async def test_documents_are_stored_before_anybody_asks() -> None:
     engines[0].stored = engines[1].stored  # a folder of both
     backend = backend_of(*engines)
     work = request(chunks=(*TEXTS, TEXTS[0]), namespace="a")
-    tokens = sum(map(len, backend._prompts.context(TEXTS).chunks))
+    tokens = sum(map(len, backend._prompts.context(TEXTS, "").chunks))
     assert await backend.prefill(work) == Prefilled(3, tokens, 3)
     assert await backend.prefill(work) == Prefilled(3, tokens, 0)
     assert await backend.prefill(request(chunks=TEXTS)) == Prefilled(3, tokens, 3)

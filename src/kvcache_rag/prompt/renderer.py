@@ -6,17 +6,19 @@ The tokenizer is duck-typed: `apply_chat_template`, `chat_template`, and a call 
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import re
 import warnings
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from cachetools import LRUCache
 
@@ -35,9 +37,16 @@ from kvcache_rag.prompt.tokens import Cover, Finder, Seam, TextEncoder, Writer, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from typing_extensions import Self
 
-# Tokens of chunks that are remembered: tokenising 4,000 takes as long as loading their caches.
+
+# Tokens of one namespace's chunks that are remembered, 1 MiB and their texts: tokenising 4,000
+# takes as long as loading their caches.
 _REMEMBERED: Final = 1 << 18
+
+_NAMESPACES: Final = 64  # whose chunks are remembered
+
+_Ids: TypeAlias = "LRUCache[str, array[int]]"
 
 _SENTINEL = "@@kvcache-rag-context@@"
 
@@ -119,6 +128,7 @@ class PromptRenderer:
 
     Attributes:
         template: The template.
+        namespace: Tenant; what was read for others is not remembered for it.
         prefix_text: What stands before the first chunk.
         prefix_ids: Its ids.
         encoder: Gives the ids of every text.
@@ -139,11 +149,18 @@ class PromptRenderer:
         self.prefix_text = self._split([], "?")[0]
         self.has_control = chunk_finder(self.encoder, template)
         self._is_said_control = self._said_finder()
-        self._ids: LRUCache[str, tuple[int, ...]] = LRUCache(_REMEMBERED, getsizeof=len)
+        self.namespace = ""
+        self._ids: LRUCache[str, _Ids] = LRUCache(_NAMESPACES)
         self._lock = new_lock()
         ids = self.encoder.encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
+
+    def in_namespace(self, namespace: str) -> Self:
+        """The same for another tenant, who cannot tell by the time which texts were read before."""
+        other = copy.copy(self)
+        other.namespace = namespace
+        return other
 
     @property
     def is_current(self) -> bool:
@@ -166,18 +183,25 @@ class PromptRenderer:
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a chunk's text in its wrapper; of those that were asked for lately, remembered."""
         with self._lock:
-            ids = self._ids.get(text)
-        if ids is None:
-            written = self.chunk_text if self.has_control(text) else self.template.wrap
-            ids = tuple(self.encoder.encode(written(text)))
-            with self._lock, suppress(ValueError):  # longer than all that is remembered
-                self._ids[text] = ids
+            remembered = self._remembered().get(text)
+        if remembered is not None:
+            return tuple(remembered)
+        written = self.chunk_text if self.has_control(text) else self.template.wrap
+        ids = tuple(self.encoder.encode(written(text)))
+        with self._lock, suppress(ValueError):  # longer than all that is remembered
+            self._remembered()[text] = array("i", ids)
         return ids
 
+    def _remembered(self) -> _Ids:
+        """Ids of the namespace's texts; for who holds the lock."""
+        if self.namespace not in self._ids:
+            self._ids[self.namespace] = LRUCache(_REMEMBERED, getsizeof=len)
+        return self._ids[self.namespace]
+
     def forget(self) -> None:
-        """Remember no text any more."""
+        """Remember no text of the namespace any more."""
         with self._lock:
-            self._ids.clear()
+            self._ids.pop(self.namespace, None)
 
     def chunk_text(self, text: str) -> str:
         """The text that `chunk_ids` reads."""

@@ -115,6 +115,7 @@ class TextEncoder:
         self._finders: dict[frozenset[Seam], Finder] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._separate = _Separate.of(backend, self._control) if self._control else None
+        _remember_no_words(backend)
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextEncoder:
@@ -283,6 +284,7 @@ class _Separate:
         self, backend: Any, names: Mapping[int, str], unknown: int | None, ids: Mapping[int, int]
     ) -> None:
         self._backend, self._names = backend, names
+        _remember_no_words(backend)
         # Ids that no text may give; the unknown token stands for characters, too.
         self._forbidden = names.keys() - {unknown}
         self._ids = ids  # by those of `backend`, where these differ
@@ -440,6 +442,13 @@ def _twin(backend: Any) -> Any:
     twin.encode_special_tokens = backend.encode_special_tokens
     is_same = str(added) == str(sorted(twin.get_added_tokens_decoder().items()))
     return twin if is_same else backend
+
+
+def _remember_no_words(backend: Any) -> None:
+    """Read every word anew: one that a tenant's text had would be read twice as soon for others."""
+    resize = getattr(getattr(backend, "model", None), "_resize_cache", None)
+    if resize is not None:
+        resize(0)
 
 
 def _control_tokens(tokenizer: Any) -> dict[int, Any]:

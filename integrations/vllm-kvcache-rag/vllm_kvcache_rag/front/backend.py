@@ -430,7 +430,7 @@ class VLLMBackend:
         """
         if self._is_closed:
             raise ApiError.of(SHUT_DOWN)
-        written = await in_thread(self._prompts.context, work.chunks)
+        written = await in_thread(self._prompts.context, work.chunks, work.namespace)
         wanted = {one.name: one for one in _all_of(work.namespace, written.ids, written.chunks)}
         room = asyncio.Semaphore(_STORED_AT_ONCE * len(self._engines))
 
@@ -502,7 +502,7 @@ class VLLMBackend:
 
     def _identity(self, url: str) -> Identity:
         spec = self._specs[url]
-        prefix = digest("kvcache-rag-prefix", packed_ids(self._prompts.context(()).ids))
+        prefix = digest("kvcache-rag-prefix", packed_ids(self._prompts.context((), "").ids))
         return Identity(
             model=self._model,
             revision=spec,

@@ -79,7 +79,8 @@ class Prompts:
             written = WrittenPrompt(self.tokenize_text(plain_prompt(self, work)))
         else:
             question = grounded(self, work)[0]
-            ids = self._renderer.tokenize(question, chunks, work.history)
+            renderer = self._renderer.in_namespace(work.namespace)
+            ids = renderer.tokenize(question, chunks, work.history)
             params = _params(work.policy, len(ids.prefix), ids.chunks)
             written = WrittenPrompt(ids.all, len(ids.prefix), ids.chunks, params)
         whole = len(written.ids) + work.max_new_tokens
@@ -96,14 +97,14 @@ class Prompts:
         """Of how chunks and questions are written."""
         return template_digest(self._renderer)
 
-    def context(self, chunks: Sequence[str]) -> WrittenPrompt:
-        """Prefix and chunks of prompts, without a question.
+    def context(self, chunks: Sequence[str], namespace: str) -> WrittenPrompt:
+        """Prefix and chunks of a tenant's prompts, without a question.
 
         Raises:
             InvalidInputError: If a text cannot be used.
             ContextTooLongError: If a chunk does not fit.
         """
-        ids = self._renderer.tokenize("?", chunks, ())
+        ids = self._renderer.in_namespace(namespace).tokenize("?", chunks, ())
         longest = len(ids.prefix) + max(map(len, ids.chunks), default=0)
         if longest >= self.context_window:
             raise ContextTooLongError(
