@@ -12,10 +12,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
 
 from kvcache_rag.cli import main
 from kvcache_rag.errors import ChunkNotFoundError, KVCacheRagError
-from kvcache_rag.stores import DiskStore, RemoteStore, filesystem
+from kvcache_rag.stores import DiskStore, RemoteStore, filesystem, locks
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tools.scripted import opens
 
@@ -55,6 +56,22 @@ def _folder(path: Path, _: Path) -> None:
     (path / "mine").write_bytes(b"mine")
 
 
+def _huge(path: Path, _: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+FORMS: dict[str, Callable[[Path, Path], Any]] = {
+    "second name of a file": lambda path, outside: os.link(outside / "twice", path),
+    "noise": lambda path, _: path.write_bytes(bytes(range(256))[::-1]),
+    "half a number": lambda path, _: path.write_bytes(b"00000000\xff\xfe\x80\x00"),
+    "number without end": lambda path, _: path.write_bytes(b"9" * 20),
+    "number below zero": lambda path, _: path.write_bytes(b"-" + b"9" * 19),
+    "empty file": lambda path, _: path.touch(),
+    "huge file": _huge,
+}
+"""Files, but not those that belong there."""
+
 KINDS: dict[str, Callable[[Path, Path], Any]] = {
     "pipe": lambda path, _: os.mkfifo(path),
     "socket": _socket,
@@ -75,6 +92,8 @@ def outside(tmp_path: Path) -> Path:
     outside = tmp_path / "outside"
     (outside / "folder" / "below").mkdir(parents=True)
     (outside / "file").write_bytes(b"precious")
+    (outside / "twice").write_bytes(b"precious")
+    os.link(outside / "twice", outside / "folder" / "twice")
     (outside / "folder" / "file").write_bytes(b"precious")
     (outside / "folder" / "below" / "file").write_bytes(b"precious")
     os.mkfifo(outside / "pipe")
@@ -84,12 +103,17 @@ def outside(tmp_path: Path) -> Path:
 
 
 def state(outside: Path) -> list[tuple[Any, ...]]:
-    """All of it but the times of reading of folders, which looking here changes, too."""
+    """All of it but the times of reading of folders, which looking here changes, too.
+
+    A second name of a file shares its times with it, and the use of a chunk is noted in them.
+    """
     found = []
     for path in [outside, *sorted(outside.rglob("*"))]:
         status = path.lstat()
         content = path.read_bytes() if path.is_file() else b""
-        found.append((path, status.st_mode, status.st_mtime_ns, status.st_nlink, content))
+        names = min(status.st_nlink, 2) if path.is_file() else status.st_nlink
+        time = 0 if path.name == "twice" else status.st_mtime_ns
+        found.append((path, status.st_mode, time, names, content))
     return found
 
 
@@ -112,7 +136,7 @@ def plant(kind: str, path: Path, outside: Path) -> None:
     """Put it in the place of whatever is there."""
     filesystem.remove(str(path), [])
     path.parent.mkdir(parents=True, exist_ok=True)
-    KINDS[kind](path, outside)
+    (KINDS | FORMS)[kind](path, outside)
 
 
 # ---------------------------------------------------------------------- where, and what is done
@@ -226,7 +250,7 @@ def store(tmp_path: Path) -> DiskStore:
     return store
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *FORMS])
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_every_call_meets_what_is_planted(
     store: DiskStore,
@@ -249,6 +273,7 @@ def test_every_call_meets_what_is_planted(
     [
         *(("chunk", kind) for kind in KINDS),  # of other places, one of each way to be wrong
         *itertools.product([*FILES[1:], *FOLDERS], ("pipe", "folder", "link to a folder")),
+        *itertools.product([*FILES, *FOLDERS], FORMS),
     ],
 )
 def test_every_command_meets_what_is_planted(
@@ -270,19 +295,19 @@ def test_every_command_meets_what_is_planted(
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *[*FORMS][1:]])  # but for a file that is too old
 def test_what_is_in_place_of_a_chunk_is_put_aside_and_the_chunk_written_anew(
     store: DiskStore, outside: Path, kind: str
 ) -> None:
     plant(kind, store.path(KEY), outside)
-    assert not store.contains(KEY)
+    assert kind in FORMS or not store.contains(KEY)
     assert not get(store, KEY)
     assert store.stats().corrupt == 1
     assert store.put(KEY, CHUNK)
     assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *FORMS])
 @pytest.mark.parametrize(
     "name", ["manifest", "lock", "sweep lock", "generation", "used", "old mark"]
 )
@@ -296,7 +321,7 @@ def test_beside_what_is_planted_a_chunk_is_served_and_written(
     assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *FORMS])
 def test_a_namespace_is_deleted_whatever_is_in_place_of_its_generation(
     store: DiskStore, outside: Path, kind: str
 ) -> None:
@@ -312,14 +337,36 @@ def test_a_namespace_is_deleted_whatever_is_in_place_of_its_generation(
     assert store.put(KEY, CHUNK)
 
 
-def test_a_second_name_of_another_file_is_no_generation(store: DiskStore, outside: Path) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, *FORMS])
+def test_the_limit_is_kept_whatever_is_in_place_of_the_count(
+    store: DiskStore, outside: Path, kind: str
+) -> None:
+    limit = 2 * store.path(KEY).stat().st_size + 4096
+    small = DiskStore(store.root, durable=False, quota=limit)
+    for seed in range(3, 9):
+        plant(kind, place(store, "used"), outside)
+        chunk = make_chunk(seed)
+        assert small.put(key_of(chunk), chunk)
+        assert len(list(store.root.rglob("*.safetensors"))) <= 2
+
+
+def test_a_lock_is_not_taken_on_a_file_of_somebody_else(
+    store: DiskStore, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Emptying(FileLock):
+        """As filelock was before 4.2.4, the last for Python 3.10 too."""
+
+        def _acquire(self) -> None:
+            os.truncate(self.lock_file, 0)
+            super()._acquire()
+
+    monkeypatch.setattr(locks, "FileLock", Emptying)
     before = state(outside)
-    number = place(store, "generation")
-    os.link(outside / "file", number)
-    seen = store.generation("")
-    store.delete_namespace("")
+    for name in ("lock", "sweep lock"):
+        plant("second name of a file", place(store, name), outside)
+    with store.locked([KEY]):
+        assert store.put(KEY, CHUNK)
     assert state(outside) == before
-    assert store.generation("") > seen
 
 
 def test_a_named_pipe_that_somebody_writes_to_is_not_read(store: DiskStore, outside: Path) -> None:
@@ -345,7 +392,7 @@ REMOTE_PLACES = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *FORMS])
 @pytest.mark.parametrize("name", REMOTE_PLACES)
 def test_a_remote_on_a_folder_meets_what_is_planted(
     tmp_path: Path, outside: Path, opened: list[str], name: str, kind: str

@@ -471,8 +471,13 @@ def test_ask_says_when_it_cannot_know_where(
     shutil.copytree(tmp_path / "chroma", tmp_path / "second")
     shutil.copy(noted, tmp_path / "second.docs.kvcache-rag.json")
     assert "(chroma.docs, second.docs); say --chroma" in command("ask", "q", code=2)
-    noted.write_text("[]", encoding="utf-8")
-    assert "run ingest again" in command("ask", "q", "--chroma", "chroma", code=2)
+    for content in (b"[]", b"", b"\xff\xfe\x80", b"[" * 100_000, b"1" * 100_000):
+        noted.write_bytes(content)
+        assert "run ingest again" in command("ask", "q", "--chroma", "chroma", code=2)
+    for make in (os.mkdir, os.mkfifo):
+        noted.rmdir() if noted.is_dir() else noted.unlink()
+        make(noted)
+        assert "run ingest again" in command("ask", "q", "--chroma", "chroma", code=2)
 
 
 def test_two_collections_and_a_moved_folder(

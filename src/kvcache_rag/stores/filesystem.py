@@ -78,15 +78,16 @@ def open_file(path: str, flags: int) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
-def check_file(path: str) -> None:
-    """Make sure that there is a file or nothing at `path`.
+def check_lock(path: str) -> None:
+    """Make sure that there is nothing at `path`, or a file that may be emptied.
 
     Raises:
-        NotAFileError: If there is something else.
+        NotAFileError: If there is something else, or a second name of a file with content.
         OSError: If it cannot be looked at.
     """
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and status.st_size):
             raise NotAFileError(path)
 
 

@@ -31,6 +31,8 @@ PATIENCE = 0.1  # seconds that a `put` waits while another process drops chunks
 
 _SHARE = 10  # a look around makes room for a tenth of the limit
 
+_NUMBERS = 1 << 63  # the nanoseconds of 292 years: after any of these there is a greater one
+
 _ABANDONED = 60.0  # seconds: a writer that has not written for so long is no more
 
 
@@ -260,16 +262,18 @@ def kind_of(name: str) -> str:
 
 
 def number(place: ByteStore, name: str) -> int | None:
-    """A small number that is kept under a name; None if there is none.
+    """A number below 2**63 that is kept under a name; None if there is none, or something else.
 
     Raises:
         OSError: If the place cannot say.
     """
     try:
         blob = place.get(name, 20)
-        if isinstance(blob, FileIO):
-            with blob:
-                return int(blob.read(20))
-        return None if blob is None else int(bytes(blob))
-    except (ValueError, CorruptChunkError):
+    except CorruptChunkError:
         return None
+    if isinstance(blob, FileIO):
+        with blob:
+            blob = blob.read(20)
+    digits = bytes(blob or b"").strip()
+    found = int(digits) if digits.isdigit() else _NUMBERS
+    return found if found < _NUMBERS else None

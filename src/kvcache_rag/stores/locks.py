@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.forks import in_child, new_lock
-from kvcache_rag.stores.filesystem import check_file
+from kvcache_rag.stores.filesystem import check_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -103,7 +103,7 @@ def hold_file(
         lock = FileLock(path, mode=0o600)
         try:
             prepare(os.path.dirname(path))
-            check_file(path)
+            check_lock(path)  # some versions of filelock empty what they lock
             lock.acquire(timeout=-1 if patience is None else patience, poll_interval=_POLL)
         except Timeout:
             yield False

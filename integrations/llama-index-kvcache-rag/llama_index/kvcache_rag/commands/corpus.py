@@ -135,6 +135,8 @@ class Settings:
             InvalidInputError: If the file is not of this form.
         """
         try:
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError("it is no file")
             values = json.loads(path.read_text(encoding="utf-8"))
             names = {old: name for name, old in _WRITTEN.items()}
             found = cls(**{names.get(name, name): value for name, value in values.items()})
@@ -142,7 +144,7 @@ class Settings:
             kv = os.path.normpath(path.parent / found.kv_dir)
             files = found.folder and os.path.normpath(path.parent.resolve() / found.folder)
             return replace(found, chroma=str(path.with_name(chroma)), kv_dir=kv, folder=files)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} cannot be read ({error}); run ingest again") from error
 
     @classmethod
