@@ -150,6 +150,7 @@ def test_the_apps_own_passes_and_copies_are_stock() -> None:
 
 def test_an_app_may_compile_its_model_whole() -> None:
     """What stands behind "sdpa" is there for every model of the process."""
+    make_engine(build("falcon alibi"))  # a placed mask
     make_engine(build("qwen2"))
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
     model = build("llama")

@@ -6,7 +6,7 @@
 # and RESULTS/log what it printed. LIMIT: seconds a step may take (480).
 #
 # Needs Python 3.10 or newer with torch for CUDA and transformers; nothing is downloaded. A package that is missing is taken from the
-# folder WHEELS (.whl): of the core's dependencies, images for PyTorch usually lack cachetools only (12 kB).
+# folder WHEELS (.whl): of the dependencies of the core, images for PyTorch usually lack cachetools and the two of pydantic (3 MB).
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -20,7 +20,7 @@ export PYTHONPATH=$PWD:$PWD/lab:$PWD/src:$PWD/tests HF_HUB_OFFLINE=1 TOKENIZERS_
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-if ! "$python" -c 'import cachetools' 2>/dev/null; then
+if ! "$python" -c 'import cachetools, pydantic_settings' 2>/dev/null; then
     "$python" -m pip install -q --no-index --no-deps --target "$site" "$wheels"/*.whl || exit 1
     PYTHONPATH+=:$site
 fi

@@ -34,7 +34,7 @@ from kvcache_rag.policies.named import name_of
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import Message, PromptTemplate
-from kvcache_rag.reopened import Reopened
+from kvcache_rag.stores.reopened import Reopened
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.http import LostError, RefusedError, ServerClient
 

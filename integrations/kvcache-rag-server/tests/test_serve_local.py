@@ -205,7 +205,7 @@ async def test_nothing_blocks_the_event_loop(
 ) -> None:
     await answer_of(backend, make_work(0))
     loop = Loop()
-    loop.watch(monkeypatch, access.engines(backend).base.model, "forward")
+    loop.watch(monkeypatch, type(access.engines(backend).base.model), "forward")
     tasks = [events_of(backend, make_work(n)) for n in range(20)]
     await asyncio.gather(*tasks, backend.count(make_work(0)))
     assert loop.turns > 3

@@ -84,7 +84,7 @@ def test_prefilled_documents_are_reused_from_any_store(
 
 
 async def test_prefill_does_not_block(llm: ChatKVCache, loop: Any, monkeypatch: Any) -> None:
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     assert await llm.aprefill(TEXTS) == llm.prefill(TEXTS)
     assert loop.turns
 

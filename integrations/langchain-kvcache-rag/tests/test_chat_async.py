@@ -55,7 +55,7 @@ async def test_async_answers_equal_the_others(llm: ChatKVCache) -> None:
 async def test_neither_an_answer_nor_a_stream_blocks_the_loop(
     llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     await llm.ainvoke(over("what?", "one"))
     answered = loop.turns
     assert answered > 3

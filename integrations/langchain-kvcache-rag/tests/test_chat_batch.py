@@ -68,7 +68,7 @@ async def test_abatch_equals_batch(llm: ChatKVCache, batches: list[int]) -> None
 async def test_abatch_does_not_block_the_loop(
     llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     await llm.abatch(QUESTIONS)
     assert loop.turns > 3
 

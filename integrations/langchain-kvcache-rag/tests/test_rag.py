@@ -207,7 +207,7 @@ def test_one_bad_question_spoils_only_itself(rag: KVCacheRAG, engine: Engine) ->
 async def test_the_event_loop_goes_on(
     llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     rag = KVCacheRAG(llm=llm)
     asked: Any = {"question": "Who?", "context": DOCUMENTS}
     if way == "ainvoke":

@@ -131,7 +131,7 @@ async def test_prefill_does_not_block_and_can_be_stopped(
     llm: KVCacheLLM, prefilled: Count, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = SentenceSplitter().get_nodes_from_documents(documents())
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     assert await llm.aprefill(nodes) == llm.prefill(nodes)
     assert prefilled() == 3
     assert loop.turns
@@ -167,7 +167,7 @@ async def test_a_pipeline_prefills_without_blocking(
     llm: KVCacheLLM, prefilled: Count, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = IngestionPipeline(transformations=[SentenceSplitter(), KVCachePrefill(llm=llm)])
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     await pipeline.arun(documents=documents())
     assert prefilled() == 3
     assert loop.turns

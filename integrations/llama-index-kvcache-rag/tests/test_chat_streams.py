@@ -405,7 +405,7 @@ async def test_event_loop_is_not_blocked(
     way: str,
 ) -> None:
     engine = KVCacheChatEngine.from_index(index, llm)
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     await ask(engine, way, QUESTION, list(HISTORY))
     asked = loop.turns
     assert asked > 3

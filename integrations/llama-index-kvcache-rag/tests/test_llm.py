@@ -303,7 +303,7 @@ async def test_event_loop_is_not_blocked(
     loop: Loop,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     await call(KVCacheLLM(engine=engine, max_new_tokens=6))
     assert loop.turns > 3
 

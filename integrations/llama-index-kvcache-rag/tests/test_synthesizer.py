@@ -195,7 +195,7 @@ async def test_event_loop_is_not_blocked(
     index: VectorStoreIndex, llm: KVCacheLLM, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = KVCacheQueryEngine.from_index(index, llm, streaming=True)
-    loop.watch(monkeypatch, make_model(), "forward")
+    loop.watch(monkeypatch, type(make_model()), "forward")
     streamed: Any = await engine.aquery(QUESTION)
     async for _ in streamed.async_response_gen():
         pass

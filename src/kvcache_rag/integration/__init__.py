@@ -80,11 +80,11 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.conversation import said as said
     from kvcache_rag.prompt.scores import scores_by_step as scores_by_step
     from kvcache_rag.prompt.scores import whole_scores as whole_scores
-    from kvcache_rag.reopened import Reopened as Reopened
     from kvcache_rag.settings import DeviceOption as DeviceOption
     from kvcache_rag.settings import EngineOptions as EngineOptions
     from kvcache_rag.settings import PathText as PathText
     from kvcache_rag.settings import StoreOptions as StoreOptions
+    from kvcache_rag.stores.reopened import Reopened as Reopened
 else:
     from kvcache_rag.exports import lazy_names
 

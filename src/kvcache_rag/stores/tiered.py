@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV
-from kvcache_rag.reopened import Reopened
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
@@ -21,6 +20,7 @@ from kvcache_rag.stores.base import (
     next_generation,
 )
 from kvcache_rag.stores.memory import MemoryStore
+from kvcache_rag.stores.reopened import Reopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

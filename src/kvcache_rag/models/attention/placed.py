@@ -54,7 +54,8 @@ class _Listening:
         self.own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = _GIVEN.get()
+        # A model that an app compiles whole has none, and no compiler reads a context variable.
+        given = None if torch.compiler.is_compiling() else _GIVEN.get()
         return self.own(*args, **kwargs) if given is None else given
 
 
