@@ -59,7 +59,7 @@ TEXTS = _texts()
 
 def error(found: Tensor, reference: Tensor) -> float:
     """Largest difference in standard deviations of the reference."""
-    return float((found - reference).abs().max() / reference.std())
+    return float((found.to(reference.device) - reference).abs().max() / reference.std())
 
 
 def make_engine(name: str, **options: Any) -> Engine:

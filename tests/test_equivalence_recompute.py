@@ -59,7 +59,8 @@ class Picked(ReusePolicy):
 def random_third(prompt: StitchedPrompt) -> Tensor:
     """About 30 %, from prefix and first chunk too."""
     generator = torch.Generator().manual_seed(prompt.context_tokens)
-    return torch.rand(prompt.context_tokens, generator=generator) < 0.3
+    drawn = torch.rand(prompt.context_tokens, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device()) < 0.3
 
 
 def all_behind_the_first_chunk(prompt: StitchedPrompt) -> Tensor:

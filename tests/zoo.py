@@ -431,7 +431,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     attention = ("q_proj", "k_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "q_b_proj")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            noise = noise.to(parameter.device)
             if parameter.ndim < 2:
                 scale = 0.25 if "norm" in name or "ln" in name else 0.1
                 parameter.add_(scale * noise)

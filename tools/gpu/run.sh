@@ -41,11 +41,11 @@ run() {
             --no-memory --json "$2"
         ;;
     kernel) "$python" -m benchmarks.deferred_kernel --json "$2" ;;
-    # Settings of pytest that need its plugins are left out.
+    # Settings of pytest that need its plugins are left out, and what runs in an interpreter of the kernel, which `kernel` runs itself.
     laws)
         "$python" -m pytest -q -c /dev/null --rootdir . --import-mode importlib -p no:cacheprovider -p tools.gpu.on_gpu \
             --junit-xml "$2" tests/test_equivalence.py tests/test_equivalence_recompute.py tests/test_equivalence_policies.py \
-            tests/test_deferred.py tests/test_deferred_kernel.py
+            tests/test_deferred.py
         ;;
     *)
         echo "there is no step $1; there are ${steps[*]}" >&2
