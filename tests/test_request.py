@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
+    BestLast,
+    Combination,
     ContextTooLongError,
     DiskStore,
     Engine,
+    FullRecompute,
     InvalidInputError,
     PromptTemplate,
     Reuse,
@@ -278,3 +281,47 @@ def test_law_what_a_reference_says_of_a_length_changes_no_answer(
     assert found.metrics.prefilled_tokens == 0, "its chunk is found by its text"
     assert all(map(store.contains, keys))
     assert store.stats().corrupt == 0
+
+
+@pytest.mark.parametrize("policy", [Reuse(), BestLast(), FullRecompute(), Combination()], ids=repr)
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
+def test_law_references_that_say_too_little_are_treated_as_overflow_says(
+    tmp_path: Path, overflow: Any, rotation: Any, policy: Any
+) -> None:
+    """Twenty chunks that each claim to be one token long: what their texts would get, they get."""
+    options: dict[str, Any] = {"template": TEMPLATE, "store": DiskStore(tmp_path)}
+    engine = Engine(
+        build("llama"), byte_tokenizer(), context_window=400, rotation=rotation, **options
+    )
+    texts = [letter * (CHUNK - 1) for letter in "abcdefghijklmnopqrst"]
+    keys = engine.add(texts)
+    pairs = zip(keys, texts, strict=True)
+    rows = [StoredChunk(replace(key, tokens=1), text=text) for key, text in pairs]
+    options = {"overflow": overflow, "max_new_tokens": NEW, "policy": policy}
+
+    def streamed(*asked: Any, **options: Any) -> str:
+        return "".join(engine.stream(*asked, **options))
+
+    if overflow == "error":
+        for ask in (engine.generate, streamed):
+            with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
+                ask("Which?", rows, **options)
+        for ask in (engine.logits, engine.explain):
+            with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
+                ask("Which?", rows, policy=policy)
+        with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
+            engine.generate_batch([("Which?", rows), ("Who?", texts[:1])], **options)
+        return
+    engine.generate("Which?", texts, **options)  # combinations are computed now
+    expected = engine.generate("Which?", texts, **options)
+    assert expected.metrics.rounds > 1 or expected.metrics.dropped_chunks
+    found = engine.generate("Which?", rows, **options)
+    stream = engine.stream("Which?", rows, **options)
+    assert (found.token_ids, "".join(stream)) == (expected.token_ids, expected.text)
+    for metrics in (found.metrics, stream.metrics):
+        for name in ("prompt_tokens", "rounds", "dropped_chunks", "prefilled_tokens"):
+            assert getattr(metrics, name) == getattr(expected.metrics, name)
+    if overflow == "drop_lowest":
+        batch = engine.generate_batch([("Which?", rows), ("Who?", texts[:1])], **options)
+        assert batch[0].token_ids == expected.token_ids

@@ -25,7 +25,13 @@ from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
-from kvcache_rag.generation.request import ChunkInput, Planner, Request
+from kvcache_rag.generation.request import (
+    ChunkInput,
+    OtherLengthsError,
+    Planner,
+    Request,
+    by_text,
+)
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
@@ -705,7 +711,11 @@ class Engine:
         with self._turn(changes) as is_changed:
             if is_changed:
                 request = self._asked(question, chunks, options)
-            return self._answered(request, emit, cancelled)
+            try:
+                return self._answered(request, emit, cancelled)
+            except OtherLengthsError:
+                request = self._asked(question, by_text(chunks), options)
+                return self._answered(request, emit, cancelled)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -718,7 +728,11 @@ class Engine:
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
             with self._turn(changes) as is_changed:
                 now = self._asked(question, chunks, options) if is_changed else request
-                return self._answered(now, emit, cancelled)
+                try:
+                    return self._answered(now, emit, cancelled)
+                except OtherLengthsError:
+                    now = self._asked(question, by_text(chunks), options)
+                    return self._answered(now, emit, cancelled)
 
         return AnswerStream(run)
 
@@ -738,9 +752,11 @@ class Engine:
         with self._turn(changes) as is_changed:
             if is_changed:
                 requests = self._batch(questions, options)
-            with telemetry.watched(self._answerer, requests) as answers:
-                answers += self._answerer.run_batch(requests, cancelled)
-        return answers
+            try:
+                return self._all_answered(requests, cancelled)
+            except OtherLengthsError:
+                asked = [(text, by_text(chunks), *more) for text, chunks, *more in questions]
+                return self._all_answered(self._batch(asked, options), cancelled)
 
     def _batch(self, questions: Sequence[Asked], options: Mapping[str, Any]) -> list[Request]:
         requests = [
@@ -845,8 +861,12 @@ class Engine:
             scores=scores,
         )
         asked, request = self._admitted(asked)
-        with self._lock, self._adapter.computing(), torch.inference_mode():
-            return explained(self._answerer, asked, request)
+        try:
+            with self._lock, self._adapter.computing(), torch.inference_mode():
+                return explained(self._answerer, asked, request)
+        except OtherLengthsError:
+            told = by_text(chunks)
+            return self.explain(question, told, policy=policy, history=history, scores=scores)
 
     def logits(
         self,
@@ -872,8 +892,12 @@ class Engine:
         request = self._request(question, chunks, options)
         query = (*request.query, *answer_ids)
         request = replace(request, query=query, answer_tokens=len(answer_ids))
-        with self._lock, self._adapter.computing():
-            return self._answerer.logits(self._answerer.prompt(request, 0, ""))
+        try:
+            with self._lock, self._adapter.computing():
+                return self._answerer.logits(self._answerer.prompt(request, 0, ""))
+        except OtherLengthsError:
+            told = by_text(chunks)
+            return self.logits(question, told, policy=policy, answer_ids=answer_ids)
 
     @property
     def _capturing(self) -> Prefiller:
@@ -947,6 +971,14 @@ class Engine:
         with telemetry.watched(self._answerer, [request]) as answers:
             answers.append(self._answerer.run(request, emit, cancelled))
         return answers[0]
+
+    def _all_answered(
+        self, requests: Sequence[Request], cancelled: threading.Event | None
+    ) -> list[Answer]:
+        """The same of several in one batch."""
+        with telemetry.watched(self._answerer, requests) as answers:
+            answers += self._answerer.run_batch(requests, cancelled)
+        return answers
 
 
 def like(engine: Engine, **changes: Any) -> Engine:

@@ -20,6 +20,7 @@ from kvcache_rag.generation.context import (
     Prompt,
     PromptBuffer,
 )
+from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, generate, uses_beams
 from kvcache_rag.stitching.loader import LoadedContext
@@ -231,6 +232,12 @@ class Answerer:
             raise
 
     def _context(self, prompts: Sequence[Prompt]) -> Context:
+        context = self._brought(prompts)
+        for prompt, row in zip(prompts, context.rows, strict=True):
+            self.ensure_planned(prompt.request, len(row.ids))
+        return context
+
+    def _brought(self, prompts: Sequence[Prompt]) -> Context:
         if not all(map(self.is_full, prompts)):
             if self.is_choosy:
                 for prompt in prompts:
@@ -238,6 +245,15 @@ class Answerer:
             if self.filler is not None:
                 return self.filler.fill(prompts)
         return Context(self.model, [self._plain(prompt) for prompt in prompts])
+
+    def ensure_planned(self, request: Request, tokens: int) -> None:
+        """Raise `OtherLengthsError` if a prompt of so many tokens is not what was planned.
+
+        What a reference says of a length is a hint, by which it may have been found to fit.
+        """
+        window = self.longest if request.policy.is_full else self.window
+        if tokens - request.answer_tokens + request.max_new_tokens > window:
+            raise OtherLengthsError
 
     def _plain(self, prompt: Prompt) -> ContextRow:
         """A prompt of which everything is computed."""

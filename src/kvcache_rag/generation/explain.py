@@ -145,6 +145,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     joint = any(chunk.is_joint for chunk in prompt.chunks)
     prefix = runner.renderer.prefix_ids
     ids = [*prefix, *(token for chunk in members for token in chunk.ids), *asked.query]
+    runner.ensure_planned(request, len(ids))
     shape = StitchedPrompt.of(len(prefix), list(map(len, members)), len(asked.query))
     # As it is computed: chunks that the policy wants computed there are part of the query.
     held = StitchedPrompt.of(len(prefix), list(map(len, brought)), len(prompt.query))

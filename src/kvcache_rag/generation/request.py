@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -99,6 +99,18 @@ class Request:
     gate: str = ""
     references: int = 0
     answer_tokens: int = 0
+
+
+class OtherLengthsError(Exception):
+    """Chunks are longer than their references said, and do not fit; no caller sees it."""
+
+
+def by_text(chunks: Sequence[ChunkInput]) -> list[ChunkInput]:
+    """Chunks of which no reference says how long they are, where there is a text to say it."""
+    return [
+        replace(chunk, outdated="other text") if isinstance(chunk, StoredChunk) else chunk
+        for chunk in chunks
+    ]
 
 
 @dataclass(frozen=True)
