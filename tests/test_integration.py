@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from concurrent.futures import CancelledError
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from verdicts import REUSE, make_verdict
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
-    ContextTooLongError,
     DiskStore,
     Engine,
     FingerprintMismatchError,
@@ -173,16 +173,6 @@ def test_without_engine_rows_are_only_rows(rows: Rows) -> None:
     assert [row.metadata for row in rows.get()] == [{}, {}, {}]
     with pytest.raises(InvalidInputError, match="engine="):
         prefiller.fill(lambda row: row.document)
-
-
-def test_nothing_is_written_when_a_text_is_too_long(
-    prefiller: RowPrefiller, engine: Engine
-) -> None:
-    texts = [TEXTS[0], "x" * 5000]
-    with pytest.raises(ContextTooLongError, match="chunk 1"):
-        prefiller.write(new_rows(texts), texts)
-    assert prefiller.rows.get() == []
-    assert engine.store.stats().puts == 0
 
 
 def test_replaced_rows_take_along_what_nobody_else_uses(
@@ -390,14 +380,67 @@ def test_an_embedding_that_gives_other_vectors_is_told(prefiller: RowPrefiller, 
     assert prefiller.rows.get() == []
 
 
-def test_a_text_too_long_is_told_when_it_is_embedded(
-    prefiller: RowPrefiller, engine: Engine
+@pytest.mark.parametrize("embed", [None, embedded])
+def test_a_text_too_long_is_written_without_a_reference_and_named(
+    prefiller: RowPrefiller, engine: Engine, embed: Any
 ) -> None:
-    texts = [TEXTS[0], "x" * 5000]
-    with pytest.raises(ContextTooLongError, match="row '1'"):
-        prefiller.write(unembedded(texts), texts, embed=embedded)
+    texts = [TEXTS[0], "x" * 5000, TEXTS[1]]
+    with pytest.warns(UserWarning, match="row '1' written without .*: it has 50.. tokens") as seen:
+        prefiller.write(unembedded(texts) if embed else new_rows(texts), texts, embed=embed)
+    assert len(seen) == 1
+    rows = sorted(prefiller.rows.get(), key=lambda row: row.id)
+    assert [row.document for row in rows] == texts
+    held_by = [Reference.from_metadata(row.metadata) for row in rows]
+    assert [one is not None for one in held_by] == [True, False, True]
+    assert held(engine, TEXTS[:2]) == [True, True]
+    with pytest.warns(UserWarning, match="row '1' "):
+        assert prefiller.fill(lambda row: row.document) == 0
+
+
+@pytest.mark.parametrize("embed", [None, embedded])
+def test_rows_stand_although_prefilling_fails(
+    prefiller: RowPrefiller, engine: Engine, embed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of\nmemory")
+
+    prefiller.write(new_rows(TEXTS), TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add", fail)
+        rows = unembedded(TEXTS[:2]) if embed else new_rows(TEXTS[:2])
+        said = r"^2 rows \('0', '1'\) written .*: RuntimeError: out of memory$"
+        with pytest.warns(UserWarning, match=said):
+            prefiller.write(rows, TEXTS[:2], embed=embed)
+        with pytest.raises(RuntimeError, match="out of"):  # nothing stands behind this
+            prefiller.fill(lambda row: row.document)
+    assert prefiller.fill(lambda row: row.document) == 2
+
+
+def test_what_stops_prefilling_on_purpose_is_no_failure(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise CancelledError
+
+    monkeypatch.setattr(engine, "add", stop)
+    with pytest.raises(CancelledError):
+        prefiller.write(new_rows(TEXTS), TEXTS)
     assert prefiller.rows.get() == []
-    assert engine.store.stats().puts == 0
+
+
+def test_kv_that_cannot_be_dropped_keeps_no_row(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("read-only")
+
+    prefiller.write(new_rows(TEXTS), TEXTS)
+    monkeypatch.setattr(engine, "delete", fail)
+    with pytest.warns(UserWarning, match=r"not deleted \(OSError: read-only\); .*store gc"):
+        prefiller.delete(prefiller.rows.get(ids=["0"]))
+    with pytest.warns(UserWarning, match="not deleted"):
+        prefiller.write([dataclasses.replace(new_rows(["new"])[0], id="1")], ["new"])
+    assert {row.id: row.document for row in prefiller.rows.get()} == {"1": "new", "2": TEXTS[2]}
 
 
 def test_fill_writes_missing_and_outdated_references(

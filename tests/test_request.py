@@ -191,6 +191,13 @@ def test_a_batch_has_no_rounds(small: Engine) -> None:
 @pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
 def test_a_chunk_longer_than_the_window_is_named(small: Engine, mode: str) -> None:
     given = [*texts(1), "x" * 500]
+    if mode == "drop_lowest":
+        answer = small.generate("Who?", given, overflow=mode, max_new_tokens=NEW)
+        assert answer.metrics.dropped_chunks == 1
+        given = given[::-1]  # the best one is not left out in silence
+        with pytest.raises(ContextTooLongError, match=r"chunk 0 has 501 tokens .* split it"):
+            small.generate("Who?", given, overflow=mode)
+        return
     with pytest.raises(ContextTooLongError, match=r"chunk 1 has 501 tokens .* split it"):
         small.generate("Who?", given, overflow=mode)
     before = small.store.stats().puts

@@ -316,11 +316,8 @@ class Auxiliary:
         """A chunk, or its halves if it is too long; parts that are only space have no piece."""
         if not text.strip():
             return
-        try:
-            planned = self.engine._planner.chunk(text, number)
-        except ContextTooLongError:
-            planned = None
-        if planned is not None and len(planned) <= self._longest:
+        planned = self.engine._planner.chunk(text, number)
+        if len(planned) <= self._longest:
             yield _Piece(number, start, text, planned)
             return
         if len(text) < 2:

@@ -96,11 +96,10 @@ class ChatKVCache(ChatSettings):
             show_progress: Whether to show a bar.
 
         Returns:
-            The key of each document's chunk, None for one without text.
+            The key of each document's chunk; None for one without text, and for one that does not
+            fit the model's context window, which a warning names.
 
         Raises:
-            ContextTooLongError: If a text does not fit the model's context window; nothing is
-                computed then.
             InvalidInputError: If something is no document, or lacks metadata that
                 `document_prompt` names.
         """

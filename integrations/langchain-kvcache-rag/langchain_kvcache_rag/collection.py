@@ -88,7 +88,6 @@ class DocumentCollection(PrefilledCollection):
             others: `images` and `uris`; with them this is Chroma's own `upsert`.
 
         Raises:
-            ContextTooLongError: If a text does not fit the context window; nothing is written.
             InvalidInputError: If there is not one of everything per id, or a metadata cannot be
                 stored; nothing is prefilled.
         """

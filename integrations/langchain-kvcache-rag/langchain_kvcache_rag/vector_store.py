@@ -190,7 +190,9 @@ class KVCacheChroma(Reopened, Chroma):
         """Embed and prefill texts side by side, and write them; one whose id exists is replaced.
 
         The embedding is called here and at once; prefilling has a thread.  Of an embedding that
-        fails nothing is written, and what was prefilled until then stays cached.
+        fails nothing is written, and what was prefilled until then stays cached.  A text that
+        cannot be prefilled, as it does not fit the model's context window or the model cannot be
+        loaded, is written without a reference to KV, and one warning names it.
 
         Args:
             texts: Any number.
@@ -202,8 +204,6 @@ class KVCacheChroma(Reopened, Chroma):
             The id of each text.
 
         Raises:
-            ContextTooLongError: If a text does not fit the model's context window; nothing is
-                written then.
             InvalidInputError: If Chroma cannot store an id or a metadata (a dictionary in it, for
                 example), there are not as many ids as texts, or a text lacks metadata that
                 `document_prompt` names; nothing is prefilled then.
@@ -239,8 +239,6 @@ class KVCacheChroma(Reopened, Chroma):
         """Replace existing rows, metadata included; ids that are not there are left alone.
 
         Raises:
-            ContextTooLongError: If a text does not fit the model's context window; nothing is
-                written then.
             InvalidInputError: If there are not as many ids as documents.
             ValueError: If the store has no embedding function.
         """
@@ -265,8 +263,6 @@ class KVCacheChroma(Reopened, Chroma):
             Number of rows whose reference was written.
 
         Raises:
-            ContextTooLongError: If a row does not fit the model's context window; nothing is
-                prefilled then.
             InvalidInputError: If the store has neither `llm` nor `engine`.
         """
         return self._prefilled.prefill_missing(show_progress=show_progress)

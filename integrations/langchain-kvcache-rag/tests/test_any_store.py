@@ -14,7 +14,7 @@ from langchain_qdrant import QdrantVectorStore
 from small import make_model
 from store_helpers import Geometry
 
-from kvcache_rag import ContextTooLongError, DiskStore, Metrics
+from kvcache_rag import DiskStore, Metrics
 from kvcache_rag import PromptTemplate as Template
 from kvcache_rag.integration import Reference
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG
@@ -99,9 +99,9 @@ def test_prefill_writes_documents_as_the_chain_does(llm: ChatKVCache, prefilled:
 
 
 def test_prefill_says_what_it_cannot_use(llm: ChatKVCache, prefilled: Count) -> None:
-    with pytest.raises(ContextTooLongError, match="row 'long'"):
-        llm.prefill(["A cat.", Document("cat " * 9999, id="long")])
-    assert prefilled() == 0
+    with pytest.warns(UserWarning, match="row 'long'"):
+        keys = llm.prefill(["A cat.", Document("cat " * 9999, id="long")])
+    assert (keys, prefilled()) == ([*llm.engine.keys(["A cat."]), None], 1)
 
 
 # ---------------------------------------------------------------------- what an answer says

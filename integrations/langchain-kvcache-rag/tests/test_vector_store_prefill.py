@@ -11,15 +11,16 @@ import chromadb
 import pytest
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from langchain_core.indexing import InMemoryRecordManager, index
 from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
 
 from kvcache_rag import (
-    ContextTooLongError,
     DiskStore,
     InvalidInputError,
     StoredChunk,
 )
 from kvcache_rag.integration import REFERENCE_KEYS, References
+from langchain_kvcache_rag import KVCacheRAG
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
@@ -245,54 +246,91 @@ def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: 
     assert held("a") == "a"
 
 
+# What others may have written in place of a field of a reference; Chroma keeps scalars.
+ODD: dict[str, tuple[Any, ...]] = {
+    "kv_key": ("", "x", "0" * 64, "../../etc", 7, True),
+    "kv_spec": ("", "x", "0" * 64, 7, True),
+    "kv_text": ("", "x", "0" * 64, 7, True),
+    "kv_tokens": (-1, 0, 1, 2, 10**6, 2**62, "x", "", 1.5, True),
+    "kv_bytes": (-1, 0, 10**18, "x", 1.5, True),
+}
+
+
+@pytest.mark.parametrize("overflow", ["error", "drop_lowest"])
+@pytest.mark.parametrize("name", ODD)
+def test_law_no_field_of_a_reference_decides_anything(
+    make_engine: Callable[..., Engine], tmp_path: Path, name: str, overflow: Any
+) -> None:
+    kv = DiskStore(tmp_path, durable=False)
+    engine = make_engine(store=kv)
+    texts = ["The tower is tall.", "A cat sleeps.", "Lakes are deep."]
+    writer = memory_store(engine=engine)
+    writer.add_texts(texts, ids=["n0", "n1", "n2"])
+    keys, raw = engine.keys(texts), access.collection(writer).collection
+
+    def answer() -> tuple[str, int]:
+        llm = ChatKVCache(engine=engine, max_tokens=4, overflow=overflow)
+        store = memory_store(collection_name=raw.name, llm=llm)
+        context = store.similarity_search("Who?", k=3)
+        found = KVCacheRAG(llm).invoke({"question": "Who?", "context": context})
+        (cost,) = found.response_metadata["kv_cache"]["answers"]
+        return str(found.content), cost["prompt_tokens"]
+
+    expected = answer()
+    for value in ODD[name]:
+        held = metadata_of(writer, "n1")
+        raw.update(ids=["n1"], metadatas=[{name: value}])
+        assert answer() == expected, value
+        assert all(map(kv.contains, keys)), value
+        assert kv.stats().corrupt == 0, value
+        raw.update(ids=["n1"], metadatas=[{name: held[name]}])
+    raw.update(ids=["n1"], metadatas=[{name: ODD[name][0]}])
+    assert writer.prefill_missing() == 1
+    assert metadata_of(writer, "n1") == held
+
+
 # ---------------------------------------------------------------------- failures
-def test_text_that_is_too_long_writes_nothing(
+def test_text_that_is_too_long_has_no_reference(
     store: KVCacheChroma, held: Held, prefilled: Count
 ) -> None:
+    """So an indexing run that deletes old versions loses nothing by it."""
+    long = "x" * 5000
     store.add_texts(["b"], [{"page": 1}], ["1"])
-    for texts, metadatas in (
-        (["a", "x" * 5000], None),
-        (["a", "x" * 5000], [{"page": 2}, {}]),
-        (["x" * 5000, "a"], [{}, {"page": 2}]),
-    ):
-        with pytest.raises(ContextTooLongError):
-            store.add_texts(texts, metadatas, ["1", "2"])
-    with pytest.raises(ContextTooLongError):
-        store.update_documents(["1"], [Document("x" * 5000)])
-    with pytest.raises(ContextTooLongError):
-        KVCacheChroma.from_texts(
-            ["a", "x" * 5000],
-            Geometry(),
-            collection_name=access.collection(store).name,
-            client=chromadb.EphemeralClient(),
-            engine=store.engine,
-        )
-    assert texts_of(store) == {"1": "b"}
-    assert store.get()["metadatas"] == [{"page": 1}]
-    assert (held("a", "b"), prefilled()) == ("b", 1)
+    with pytest.warns(UserWarning, match="row '1' written without a reference"):
+        store.add_texts([long, "a"], [{}, {"page": 2}], ["1", "2"])
+    with pytest.warns(UserWarning, match="row '2' written without a reference"):
+        store.update_documents(["2"], [Document(long)])
+    options: dict[str, Any] = {
+        "collection_name": access.collection(store).name,
+        "client": chromadb.EphemeralClient(),
+        "engine": store.engine,
+    }
+    with pytest.warns(UserWarning, match="row '3' written without a reference"):
+        KVCacheChroma.from_texts([long, "c"], Geometry(), ids=["3", "4"], **options)
+    assert texts_of(store) == {"1": long, "2": long, "3": long, "4": "c"}
+    assert [bool({*REFERENCE_KEYS} & {*metadata_of(store, id_)}) for id_ in "1234"] == [
+        False, False, False, True
+    ]  # fmt: skip
+    assert (held("a", "b", "c"), prefilled()) == ("c", 3)
 
 
-def test_long_call_fails_as_a_whole(
-    engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])
+@pytest.mark.parametrize("why", ["too long", "no model"])
+def test_law_an_indexing_run_keeps_what_cannot_be_prefilled(
+    llm: ChatKVCache, cleanup: Any, why: str
 ) -> None:
-    server: Any = access.client(access.collection(memory_store()))
-    monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
-    texts = [*"abcd", "x" * 5000]
-    store = memory_store(engine=engine)
-    with pytest.raises(ContextTooLongError):
-        store.from_texts(
-            texts,
-            Geometry(),
-            collection_name=access.collection(store).name,
-            client=chromadb.EphemeralClient(),
-            engine=engine,
-        )
-    assert texts_of(store) == {}
-    store.add_texts([*"pqrst"], ids=[*"12345"])
-    with pytest.raises(ContextTooLongError):
-        store.update_documents([*"12345"], [Document(text) for text in texts])
-    assert "".join(texts_of(store).values()) == "pqrst"
-    assert held(*"abcdpqrst") == "pqrst"
+    bare = memory_store()
+    manager = InMemoryRecordManager("kv")
+    manager.create_schema()
+    options = {"cleanup": cleanup, "source_id_key": "source", "key_encoder": "sha256"}
+    index([Document("old", metadata={"source": "s"})], manager, bare, **options)
+    lost = ChatKVCache(model="nowhere/nothing")
+    given: Any = {"llm": llm if why == "too long" else lost}
+    store = memory_store(collection_name=access.collection(bare).name, **given)
+    text = "x" * 5000 if why == "too long" else "new"
+    with pytest.warns(UserWarning, match="written without a reference"):
+        index([Document(text, metadata={"source": "s"})], manager, store, **options)
+    assert [*texts_of(bare).values()] == [text]
 
 
 @pytest.mark.parametrize("way", ["add_documents", "aadd_documents", "afrom_documents"])

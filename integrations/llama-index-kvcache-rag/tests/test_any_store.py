@@ -17,10 +17,11 @@ from kv_cache_fields import FIELDS
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.embeddings import MockEmbedding
-from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, QueryBundle, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
@@ -73,7 +74,7 @@ STORES: dict[str, Callable[[], BasePydanticVectorStore]] = {
 }
 
 
-def chroma_store(llm: KVCacheLLM) -> KVCacheVectorStore:
+def chroma_store(llm: KVCacheLLM | None) -> KVCacheVectorStore:
     name = f"c-{uuid.uuid4().hex}"
     return KVCacheVectorStore.from_params(name, client=chromadb.EphemeralClient(), llm=llm)
 
@@ -137,13 +138,11 @@ async def test_prefill_does_not_block_and_can_be_stopped(
     assert loop.turns
 
 
-def test_a_node_that_is_too_long_is_named_and_nothing_is_computed(
-    llm: KVCacheLLM, prefilled: Count
-) -> None:
-    nodes = [TextNode(id_="short", text="A cat."), TextNode(id_="long", text="cat " * 9999)]
-    with pytest.raises(ContextTooLongError, match="row 'long'"):
-        llm.prefill(nodes)
-    assert prefilled() == 0
+def test_a_node_that_is_too_long_is_named_and_has_no_key(llm: KVCacheLLM, prefilled: Count) -> None:
+    nodes = [TextNode(id_="long", text="cat " * 9999), TextNode(id_="short", text="A cat.")]
+    with pytest.warns(UserWarning, match="row 'long'"):
+        assert llm.prefill(nodes) == [None, *llm.engine.keys(["A cat."])]
+    assert prefilled() == 1
 
 
 def test_a_pipeline_prefills_for_any_store(
@@ -237,15 +236,88 @@ async def test_an_embedding_that_fails_adds_nothing(llm: KVCacheLLM, way: str) -
     assert store.data.embedding_dict == {}
 
 
-async def test_a_text_too_long_ends_an_embedding_that_waits(llm: KVCacheLLM) -> None:
+async def test_a_step_that_is_no_use_ends_an_embedding_that_waits() -> None:
     class Waiting(HashEmbedding):
         async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
             await asyncio.Event().wait()
             return []
 
-    step = KVCachePrefill(llm=llm, embed_model=Waiting())
-    with pytest.raises(ContextTooLongError, match="row 'long'"):
-        await step.acall([TextNode(id_="long", text="x" * 5000)])
+    step = KVCachePrefill(llm=None, embed_model=Waiting())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "_llm", MockLLM())
+        with pytest.raises(InvalidInputError, match="need a KVCacheLLM"):
+            await step.acall([TextNode(id_="long", text="A cat.")])
+
+
+# ---------------------------------------------------------------------- an error costs no row
+NEW = {"too long": "new " * 9999, "no model": "A new cat.", "no server": "A new cat."}
+SAID = {"too long": "it has 40007 tokens", "no model": "nowhere", "no server": "localhost:1"}
+
+
+def failing(why: str, llm: KVCacheLLM) -> KVCacheLLM:
+    """An LLM of which prefilling a text of `NEW` fails."""
+    if why == "no model":
+        return KVCacheLLM(model_name="nowhere/nothing", max_new_tokens=4)
+    return llm if why == "too long" else KVCacheLLM(base_url="http://localhost:1")
+
+
+@pytest.mark.parametrize("why", NEW)
+@pytest.mark.parametrize("way", ["update", "refresh", "upserts", "upserts and delete", "step"])
+def test_law_the_new_version_stands_where_the_old_one_was_deleted(
+    why: str, way: str, llm: KVCacheLLM, embedding: HashEmbedding
+) -> None:
+    """LlamaIndex deletes the old version first; a stock store keeps the new row."""
+    store, other = chroma_store(None), failing(why, llm)
+    splitter = SentenceSplitter(chunk_size=50_000)
+    old, new = documents()[0], Document(id_="d0", text=NEW[why])
+    if way in ("update", "refresh"):
+        context = StorageContext.from_defaults(vector_store=store)
+        index = VectorStoreIndex.from_documents(
+            [old], context, embed_model=embedding, transformations=[splitter]
+        )
+        store._llm = other
+        with pytest.warns(UserWarning, match=SAID[why]) as seen:
+            index.refresh_ref_docs([new]) if way == "refresh" else index.update_ref_doc(new)
+    else:
+        is_step = way == "step"
+        strategy = DocstoreStrategy.UPSERTS
+        if way == "upserts and delete":
+            strategy = DocstoreStrategy.UPSERTS_AND_DELETE
+        steps = [splitter, embedding, *([KVCachePrefill(llm=other)] if is_step else [])]
+        pipeline = IngestionPipeline(
+            transformations=[splitter, embedding],
+            vector_store=store,
+            docstore=SimpleDocumentStore(),
+            docstore_strategy=strategy,
+        )
+        pipeline.run(documents=[old])
+        pipeline.transformations = steps
+        store._llm = None if is_step else other
+        with pytest.warns(UserWarning, match=SAID[why]) as seen:
+            pipeline.run(documents=[new])
+    assert len([one for one in seen if "reference" in str(one.message)]) == 1
+    (row,) = store.client.get()["metadatas"] or []
+    (text,) = store.client.get()["documents"] or []
+    assert text.split() == NEW[why].split()
+    assert not {*REFERENCE_KEYS} & {*row}
+    assert str(seen[0].message).startswith("row '")
+
+
+@pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
+def test_a_question_over_a_row_that_is_too_long_is_treated_as_overflow_says(
+    llm: KVCacheLLM, embedding: HashEmbedding, overflow: Any
+) -> None:
+    context = StorageContext.from_defaults(vector_store=chroma_store(llm))
+    nodes = [TextNode(id_="long", text="cat " * 9999), TextNode(id_="short", text="A cat.")]
+    with pytest.warns(UserWarning, match="row 'long'"):
+        index = VectorStoreIndex(nodes, storage_context=context, embed_model=embedding)
+    engine = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=2, overflow=overflow)
+    if overflow == "drop_lowest":
+        response: Any = engine.query("A cat?")
+        assert response.metadata["kv_cache"]["dropped_chunks"] == 1
+        return
+    with pytest.raises(ContextTooLongError, match="split it into smaller chunks"):
+        engine.query("A cat?")
 
 
 def test_two_embeddings_do_not_share_a_pipelines_cache() -> None:

@@ -10,6 +10,7 @@ import chromadb
 import pytest
 import torch
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
@@ -20,17 +21,25 @@ from llama_index.core.vector_stores.types import VectorStoreQuery
 from kvcache_rag import (
     Auxiliary,
     CacheClip,
-    ContextTooLongError,
+    DiskStore,
+    FullRecompute,
     InvalidInputError,
     PromptTemplate,
     StoredChunk,
 )
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
-from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCachePrefill, KVCacheVectorStore
+from llama_index.kvcache_rag import (
+    HashEmbedding,
+    KVCacheLLM,
+    KVCachePrefill,
+    KVCacheQueryEngine,
+    KVCacheVectorStore,
+)
 from llama_index.kvcache_rag.references import chunks_of, llm_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvcache_rag import ChunkKey, Engine
 
@@ -229,11 +238,56 @@ def test_node_without_embedding_prefills_nothing(
     assert prefilled() == 0
 
 
-def test_chunk_that_is_too_long_writes_nothing(store: KVCacheVectorStore, prefilled: Count) -> None:
-    with pytest.raises(ContextTooLongError):
+def test_chunk_that_is_too_long_has_no_reference(
+    store: KVCacheVectorStore, prefilled: Count
+) -> None:
+    with pytest.warns(UserWarning, match="row 'b' written without a reference"):
         store.add([node("a", "Short."), node("b", "x" * 5000)])
-    assert store.get_nodes() == []
-    assert prefilled() == 0
+    assert ["kv_key" in row(store, id_) for id_ in "ab"] == [True, False]
+    assert prefilled() == 1
+
+
+# What others may have written in place of a field of a reference; Chroma keeps scalars.
+ODD: dict[str, tuple[Any, ...]] = {
+    "kv_key": ("", "x", "0" * 64, "../../etc", 7, True),
+    "kv_spec": ("", "x", "0" * 64, 7, True),
+    "kv_text": ("", "x", "0" * 64, 7, True),
+    "kv_tokens": (-1, 0, 1, 2, 10**6, 2**62, "x", "", 1.5, True),
+    "kv_bytes": (-1, 0, 10**18, "x", 1.5, True),
+}
+
+
+@pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
+@pytest.mark.parametrize("name", ODD)
+def test_law_no_field_of_a_reference_decides_anything(
+    make_engine: Callable[..., Engine], tmp_path: Path, name: str, overflow: Any
+) -> None:
+    kv = DiskStore(tmp_path, durable=False)
+    llm = KVCacheLLM(engine=make_engine(store=kv), max_new_tokens=4)
+    client = chromadb.EphemeralClient()
+    store = KVCacheVectorStore.from_params(f"c-{uuid.uuid4().hex}", client=client, llm=llm)
+    texts = ["The tower is tall.", "A cat sleeps.", "Lakes are deep."]
+    store.add([node(f"n{at}", text) for at, text in enumerate(texts)])
+    keys = keys_of(llm.engine, *texts)
+
+    def answer(policy: Any = None) -> tuple[str, int]:
+        index = VectorStoreIndex.from_vector_store(store, embed_model=MockEmbedding(2))
+        options = {"similarity_top_k": 3, "overflow": overflow, "policy": policy}
+        asked: Any = KVCacheQueryEngine.from_index(index, llm, **options).query("Who?")
+        return str(asked), asked.metadata["kv_cache"]["prompt_tokens"]
+
+    for policy in (None, FullRecompute()):
+        expected = answer(policy)
+        for value in ODD[name]:
+            held = row(store, "n1")
+            store.client.update(ids=["n1"], metadatas=[{name: value}])
+            assert answer(policy) == expected, value
+            assert all(map(kv.contains, keys)), value
+            assert kv.stats().corrupt == 0, value
+            store.client.update(ids=["n1"], metadatas=[{name: held[name]}])
+    store.client.update(ids=["n1"], metadatas=[{name: ODD[name][0]}])
+    assert store.prefill_missing() == 1
+    assert row(store, "n1") == held
 
 
 # ---------------------------------------------------------------------- filling up

@@ -261,7 +261,8 @@ class Answerer:
         for chunk in prompt.chunks:
             context += self._ids(chunk)
         ids = torch.tensor([*context, *prompt.query])  # (tokens,) int64
-        tokens = sum(map(len, prompt.chunks))
+        # Of what a reference stands for, whatever it says of the length.
+        tokens = len(context) - (0 if prompt.request.is_plain else len(self.renderer.prefix_ids))
         loaded = LoadedContext(tuple(context), prefilled_tokens=tokens)
         return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.policy)
 

@@ -186,7 +186,7 @@ class Planner:
             )
         check_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
-        context = self.chunks(chunks or ())
+        context = self.chunks(chunks or (), any_length=overflow == "drop_lowest")
         scores = ranking(scores, len(context))
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
@@ -275,15 +275,27 @@ class Planner:
             is_plain=True,
         )
 
-    def chunks(self, given: Sequence[ChunkInput]) -> list[ContextChunk]:
+    def chunks(
+        self, given: Sequence[ChunkInput], *, any_length: bool = False
+    ) -> list[ContextChunk]:
         """Check and address chunks.
+
+        Args:
+            given: Text, key, or both of each.
+            any_length: Whether one that is too long is no error, as it may be left out.
 
         Raises:
             InvalidInputError: If they are one text instead of a list, or one cannot be used.
+            ContextTooLongError: If one does not fit the context window.
         """
         if isinstance(given, str):
             raise InvalidInputError("chunks must be a list of texts or keys, not one text")
-        return [self.chunk(chunk, index) for index, chunk in enumerate(given)]
+        context = [self.chunk(chunk, index) for index, chunk in enumerate(given)]
+        room = self.window - len(self.renderer.prefix_ids)
+        for index, chunk in enumerate(() if any_length else context):
+            if len(chunk.ids) > room:
+                raise ContextTooLongError(_too_long(index, len(chunk.ids), room))
+        return context
 
     def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
         """Check and address one chunk.
@@ -295,7 +307,6 @@ class Planner:
         Raises:
             InvalidInputError: If it is empty or of no known type.
             FingerprintMismatchError: If the key belongs to another model, prefix or namespace.
-            ContextTooLongError: If it does not fit the context window.
         """
         key: ChunkKey | None = given if isinstance(given, ChunkKey) else None
         text: str | None = given if isinstance(given, str) else None
@@ -333,12 +344,6 @@ class Planner:
             ids = self.renderer.chunk_ids(text)
         except InvalidInputError as error:
             raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
-        room = self.window - len(self.renderer.prefix_ids)
-        if len(ids) > room:
-            raise ContextTooLongError(
-                f"chunk {index} has {len(ids)} tokens and the model's context window has "
-                f"room for {room}; split it into smaller chunks"
-            )
         if self.prefiller is None:
             return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
         return ContextChunk(self.prefiller.key(ids), ids, text, place=index, why=why)
@@ -433,7 +438,7 @@ def split_rounds(
 
 def _too_long(index: int, size: int, room: int) -> str:
     return (
-        f"chunk {index} has {size} tokens and the context window has room for {room}; "
+        f"chunk {index} has {size} tokens and the model's context window has room for {room}; "
         "split it into smaller chunks"
     )
 

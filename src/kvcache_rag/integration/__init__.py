@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.prefiller import RowPrefiller as RowPrefiller
     from kvcache_rag.integration.prefiller import beside as beside
     from kvcache_rag.integration.prefiller import prefill_texts as prefill_texts
+    from kvcache_rag.integration.prefiller import standing as standing
     from kvcache_rag.integration.references import REFERENCE_KEYS as REFERENCE_KEYS
     from kvcache_rag.integration.references import Reference as Reference
     from kvcache_rag.integration.references import References as References

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.prefiller import RowPrefiller
+from kvcache_rag.integration.prefiller import RowPrefiller, standing
 from kvcache_rag.integration.references import REFERENCE_KEYS, Reference
 from kvcache_rag.integration.rows import Rows
 
@@ -84,7 +84,10 @@ class PrefilledCollection(ABC):
         if last:
             texts = [*map(self.text, last)]
             shows = self._shows(show_progress)
-            self.prefiller.write(last, texts, show_progress=shows, **options)
+            prefiller = RowPrefiller(self._rows, None)
+            with standing([row.id for row in last]):  # a model that cannot be loaded
+                prefiller = self.prefiller
+            prefiller.write(last, texts, show_progress=shows, **options)
 
     def prefill_missing(self, *, show_progress: bool | None = None) -> int:
         """Prefill every row whose KV is not stored; returns how many references were written."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError, KVCacheRagError
 from kvcache_rag.integration.references import Reference
 from kvcache_rag.integration.rows import NewRow, Row, is_gone
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.rows import Rows
     from kvcache_rag.kv.chunk import ChunkKey
 
+
+_NAMED = 3  # rows in a warning
 
 _AnyRow = TypeVar("_AnyRow", Row, NewRow)
 _Got = TypeVar("_Got")
@@ -55,6 +58,11 @@ def beside(prefill: Callable[[threading.Event], _Got]) -> Iterator[Future[_Got]]
 class RowPrefiller:
     """The KV side of one collection.
 
+    A row is worth more than its KV: who replaces a document may have deleted its old rows already.
+    So what cannot be prefilled is written without a reference, with one warning, and what a
+    question over it is answered by is for the question to say.  As little does KV that cannot be
+    dropped keep a row.
+
     Attributes:
         rows: The collection.
         engine: What prefills; without one, rows get no reference.
@@ -65,24 +73,21 @@ class RowPrefiller:
 
     def prefill(
         self,
+        ids: Sequence[str],
         texts: Sequence[str],
         *,
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[Reference | None]:
-        """Compute what is missing; a reference per text, None for a blank one.
-
-        For a model whose chunks cannot be stitched nothing is computed, with one warning.
+        """Compute what is missing for rows; a reference per text, None where `prefill_texts` says.
 
         Raises:
             concurrent.futures.CancelledError: If `cancelled` stopped it.
-            ContextTooLongError: If a text does not fit the context window; nothing is computed
-                then.
         """
         engine = self.engine
         if engine is None:
             return [None] * len(texts)
-        keys = _prefilled(engine, texts, show_progress=show_progress, cancelled=cancelled)
+        keys = prefill_texts(engine, ids, texts, show_progress=show_progress, cancelled=cancelled)
         return [
             None if key is None else Reference.of(key, text, engine)
             for text, key in zip(texts, keys, strict=True)
@@ -110,7 +115,6 @@ class RowPrefiller:
             select: Chooses, when they are prefilled, which are still to be written.
 
         Raises:
-            ContextTooLongError: If a text does not fit the context window; nothing is written then.
             InvalidInputError: If `embed` gives not one vector per row; nothing is written then.
         """
         prefill = partial(self._prefilled, rows, texts, show_progress=show_progress)
@@ -136,8 +140,12 @@ class RowPrefiller:
     def _prefilled(
         self, rows: Sequence[_AnyRow], texts: Sequence[str], **options: Any
     ) -> list[_AnyRow]:
-        """Prefill rows; they and their references."""
-        return list(map(_referring, rows, self._prefill(rows, texts, **options)))
+        """Prefill rows as far as it is possible; they and their references."""
+        ids = [row.id for row in rows]
+        references: list[Reference | None] = [None] * len(rows)
+        with standing(ids):
+            references = self.prefill(ids, texts, **options)
+        return list(map(_referring, rows, references))
 
     def _embedded(
         self,
@@ -156,12 +164,6 @@ class RowPrefiller:
             self._check([replace(rows[0], embedding=vectors[0])])
         pairs = zip(prefilling.result(), vectors, strict=True)
         return [replace(row, embedding=vector) for row, vector in pairs]
-
-    def _prefill(
-        self, rows: Sequence[Row | NewRow], texts: Sequence[str], **options: Any
-    ) -> list[Reference | None]:
-        with _naming(self.engine, [row.id for row in rows], texts):
-            return self.prefill(texts, **options)
 
     def delete(self, rows: Sequence[Row]) -> None:
         """Delete rows and their KV; if that fails midway, the KV of those that are gone."""
@@ -187,10 +189,16 @@ class RowPrefiller:
         engine = self.engine
         if engine is None:
             return
-        gone = self._unused(references)
-        keys = [reference.resolve(engine) for reference in gone.values()]
-        # What another model computed is another engine's to delete; its store ages it out.
-        engine.delete([key for key in keys if key is not None])
+        try:
+            gone = self._unused(references)
+            keys = [reference.resolve(engine) for reference in gone.values()]
+            # What another model computed is another engine's to delete; its store ages it out.
+            engine.delete([key for key in keys if key is not None])
+        except Exception as error:
+            _warn(
+                f"the KV of up to {len(references)} rows that are gone was not deleted "
+                f"({_said(error)}); its store drops it by its limits, or by `kvcache-rag store gc`"
+            )
 
     def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
         try:
@@ -218,14 +226,15 @@ class RowPrefiller:
             raise InvalidInputError("prefill_missing needs a store made with llm= or engine=")
         rows = self.rows.get()
         texts = [text_of(row) for row in rows]
-        references = self._prefill(rows, texts, show_progress=show_progress)
+        ids = [row.id for row in rows]
+        references = self.prefill(ids, texts, show_progress=show_progress)
         prefilled_rows = list(map(_referring, rows, references))
         changed = {
             row.id: reference
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
-        prefilled = dict(zip((row.id for row in rows), texts, strict=True))
+        prefilled = dict(zip(ids, texts, strict=True))
         with self.rows.writing():
             # Rows that were replaced in the meantime have references of their own.
             now = self.rows.get(ids=list(changed))
@@ -248,54 +257,79 @@ def prefill_texts(
 ) -> list[ChunkKey | None]:
     """Compute and store what is missing, for rows of a vector store of any kind.
 
-    For a model whose chunks cannot be stitched nothing is computed, with one warning.
+    For a model whose chunks cannot be stitched nothing is computed, with one warning; so nothing is
+    of a text that does not fit the context window, which the warning names.
 
     Args:
         engine: Prefills.
-        ids: Of the rows, to name one that is too long.
+        ids: Of the rows.
         texts: Of the rows, as they will stand in prompts.
         show_progress: Whether to show a bar.
         cancelled: Stops it before the next batch.
 
     Returns:
-        The key of each text, None for a blank one.
+        The key of each text, None for a blank one and for one of which nothing was computed.
 
     Raises:
-        concurrent.futures.CancelledError: If `cancelled` stopped it.
-        ContextTooLongError: If a text does not fit the context window; nothing is computed then.
+        concurrent.futures.CancelledError: If it was stopped.
     """
-    with _naming(engine, ids, texts):
-        return _prefilled(engine, texts, show_progress=show_progress, cancelled=cancelled)
-
-
-def _prefilled(engine: Engine, texts: Sequence[str], **options: Any) -> list[ChunkKey | None]:
-    """What `Engine.add` gives, but None for a blank text, and for a refused model all are None."""
+    keys: list[ChunkKey | None] = [None] * len(texts)
     if engine.refusal:
         engine._warn_refused()
-        return [None] * len(texts)
+        return keys
+    options: dict[str, Any] = {"show_progress": show_progress, "cancelled": cancelled}
     # A chunk without a single letter cannot be reused, and an image without a caption is none.
-    keys = iter(engine.add([text for text in texts if text.strip()], **options))
-    return [next(keys) if text.strip() else None for text in texts]
+    wanted = [at for at, text in enumerate(texts) if text.strip()]
+    try:
+        found = engine.add([texts[at] for at in wanted], **options)
+    except ContextTooLongError:
+        errors = {at: error for at in wanted if (error := _too_long(engine, texts[at]))}
+        if not errors:
+            raise
+        _warn_standing([ids[at] for at in errors], next(iter(errors.values())))
+        wanted = [at for at in wanted if at not in errors]
+        found = engine.add([texts[at] for at in wanted], **options)
+    for at, key in zip(wanted, found, strict=True):
+        keys[at] = key
+    return keys
+
+
+def _too_long(engine: Engine, text: str) -> ContextTooLongError | None:
+    try:
+        engine.keys([text])
+    except ContextTooLongError as error:
+        return ContextTooLongError("it" + str(error).removeprefix("chunk 0"))
+    return None
 
 
 @contextmanager
-def _naming(engine: Engine | None, ids: Sequence[str], texts: Sequence[str]) -> Iterator[None]:
-    """Have an error name its row by id: texts that are counted nobody could find among rows."""
+def standing(ids: Sequence[str]) -> Iterator[None]:
+    """Let rows be written, with one warning, although the block cannot prefill them.
+
+    Ctrl-C and what stops the block on purpose are not in the way of rows, and are raised.
+    """
     try:
         yield
-    except ContextTooLongError as error:
-        pairs = zip(ids, texts, strict=True)
-        id_ = next((id_ for id_, text in pairs if _is_too_long(engine, text)), "?")
-        raise ContextTooLongError(f"row {id_!r}: {error}") from error
+    except CancelledError:
+        raise
+    except Exception as error:
+        _warn_standing(ids, error)
 
 
-def _is_too_long(engine: Engine | None, text: str) -> bool:
-    try:
-        if engine is not None and text.strip():
-            engine.keys([text])
-    except ContextTooLongError:
-        return True
-    return False
+def _warn_standing(ids: Sequence[str], error: Exception) -> None:
+    named = ", ".join(map(repr, ids[:_NAMED])) + (", ..." if len(ids) > _NAMED else "")
+    rows = f"row {named}" if len(ids) == 1 else f"{len(ids)} rows ({named})"
+    _warn(f"{rows} written without a reference to KV: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    """What an error says, in one line; what is not ours is named."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, KVCacheRagError) else f"{type(error).__name__}: {words}"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def _referring(row: _AnyRow, reference: Reference | None) -> _AnyRow:

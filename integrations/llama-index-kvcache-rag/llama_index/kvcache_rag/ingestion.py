@@ -11,7 +11,7 @@ from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.core.settings import Settings
 
 from kvcache_rag import cancellable
-from kvcache_rag.integration import beside, written
+from kvcache_rag.integration import beside, standing, written
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM
 from llama_index.kvcache_rag.prefilling import prefill_nodes
@@ -19,8 +19,6 @@ from llama_index.kvcache_rag.prefilling import prefill_nodes
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
-
-    from kvcache_rag import ChunkKey
 
 
 class KVCachePrefill(TransformComponent):
@@ -84,9 +82,8 @@ class KVCachePrefill(TransformComponent):
             raise
         return embedded
 
-    def _compute(
-        self, nodes: Sequence[BaseNode], cancelled: threading.Event | None = None
-    ) -> list[ChunkKey | None]:
-        return prefill_nodes(
-            kv_llm(self.llm).engine, nodes, show_progress=self.show_progress, cancelled=cancelled
-        )
+    def _compute(self, nodes: Sequence[BaseNode], cancelled: threading.Event | None = None) -> None:
+        llm = kv_llm(self.llm)
+        # A pipeline that replaces documents has deleted their old nodes by now.
+        with standing([node.node_id for node in nodes]):
+            prefill_nodes(llm.engine, nodes, show_progress=self.show_progress, cancelled=cancelled)

@@ -298,11 +298,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             show_progress: Whether to show a bar.
 
         Returns:
-            The key of each node's chunk, None for a node without text.
-
-        Raises:
-            ContextTooLongError: If a node does not fit the model's context window; nothing is
-                computed then.
+            The key of each node's chunk; None for a node without text, and for one that does not
+            fit the model's context window, which a warning names.
         """
         return self._prefill(nodes, show_progress)
 

@@ -207,13 +207,14 @@ class KVCacheVectorStore(ChromaVectorStore):
     ) -> list[str]:
         """Prefill nodes and write them; a node whose id exists replaces that row.
 
+        A node that cannot be prefilled, as it does not fit the model's context window or the model
+        cannot be loaded, is written without a reference to KV, and one warning names it.
+
         Args:
             nodes: With embeddings.
             show_progress: Whether to show a bar; None for the store's setting.
 
         Raises:
-            ContextTooLongError: If a node does not fit the model's context window; nothing is
-                written then.
             InvalidInputError: If the store was read from a dict and lost its engine.
             ValueError: If a node has no embedding; nothing is prefilled then.
         """
