@@ -12,7 +12,9 @@ Layers are exchanged in place, and the memory of the weights they had is given b
 from __future__ import annotations
 
 import copy
+import ctypes
 import platform
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
 import torch
@@ -356,8 +358,22 @@ def _pack(model: Any, weight_format: str) -> Any:
             linear.weight = None  # type: ignore[assignment]  # gives memory back before the next
         setattr(module, name, made[linear])
     _fuse_norms(model)
+    _give_back(model)
     setattr(model, PACKED, Packed(weight_format, identity, parameters))
     return model
+
+
+def _give_back(model: Any) -> None:
+    """Keep no memory but that of the weights as they are now.
+
+    Loaded weights are views of the file's memory, and one of them keeps all of it: of SmolLM2 256
+    MiB for the 54 of its embeddings.  The C library keeps what was freed: of 8 bits 370 MiB.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and type(tensor.data) is torch.Tensor:
+            tensor.data = tensor.data.clone()
+    with suppress(AttributeError, OSError, TypeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fuse_norms(model: Any) -> None:
