@@ -89,9 +89,9 @@ def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
     prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=SAID) as said:
-        assert prefilling.prefill(TEXTS) == [None, None]
+        assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
     assert len(said) == 1
-    assert prefilling.prefill(TEXTS) == [None, None]
+    assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
     assert engine.store.stats().puts == 0
 
 

@@ -1,6 +1,7 @@
-"""Locks that a forked child can take: the threads that may have held them do not exist there.
+"""What is open, in other processes: locks of a forked child, and what is sent to be opened again.
 
-Every lock of the package is made here, so that none is forgotten (`tests/test_forks.py`).
+The threads that may have held a lock do not exist in a forked child, which can take it.  Every lock
+of the package is made here, so that none is forgotten (`tests/test_forks.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from typing_extensions import Self
 
 _Renewing = TypeVar("_Renewing", bound="Callable[[], object]")
 
@@ -67,3 +70,31 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
+
+
+class Reopened:
+    """Pickled as the arguments that it was opened with.
+
+    Locks, threads and connections cannot be sent, and what is kept in memory alone stays where it
+    is.  In this process a second one would only be less, so a copy is the same object.
+    """
+
+    _opened: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        self = super().__new__(cls)
+        self._opened = arguments, options
+        return self
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (type(self), *self._opened)
+
+
+def _open(kind: type[Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return kind(*arguments, **options)

@@ -25,7 +25,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     RemoteServerError,
 )
-from kvcache_rag.forks import new_lock
+from kvcache_rag.forks import Reopened, new_lock
 from kvcache_rag.generation.stream import AnswerStream
 from kvcache_rag.integration.chat import ConversationForm, ConversationForms
 from kvcache_rag.metrics import Answer, Metrics
@@ -34,7 +34,6 @@ from kvcache_rag.policies.named import name_of
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import Message, PromptTemplate
-from kvcache_rag.stores.reopened import Reopened
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.http import LostError, RefusedError, ServerClient
 

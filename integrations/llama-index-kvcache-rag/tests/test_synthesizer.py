@@ -448,7 +448,13 @@ def test_from_documents(
 def test_from_documents_that_fails_loses_nothing(
     llm: KVCacheLLM, embedding: HashEmbedding, tmp_path: Any
 ) -> None:
-    def build(text: str, id_: str = "d") -> KVCacheQueryEngine:
+    class Failing(HashEmbedding):
+        def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+            raise ConnectionError("no embedding")
+
+    def build(
+        text: str, id_: str = "d", embedding: HashEmbedding = embedding
+    ) -> KVCacheQueryEngine:
         return KVCacheQueryEngine.from_documents(
             [Document(text=text, id_=id_)],
             llm,
@@ -458,8 +464,8 @@ def test_from_documents_that_fails_loses_nothing(
         )
 
     build(FACTS[0])
-    with pytest.raises(ContextTooLongError):
-        build("x" * 5000)
+    with pytest.raises(ConnectionError):
+        build("x" * 500, embedding=Failing(dimensions=embedding.dimensions))
     (found,) = build(FACTS[1], "other").retriever.retrieve(FACTS[0])[:1]
     assert found.node.get_content() == FACTS[0]
     (found,) = build(FACTS[2]).retriever.retrieve(FACTS[2])[:1]  # under the same node id

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvcache_rag.errors import first_problem as first_problem
     from kvcache_rag.errors import refuse_unknown as refuse_unknown
+    from kvcache_rag.forks import Reopened as Reopened
     from kvcache_rag.generation.grammar import JsonGrammars as JsonGrammars
     from kvcache_rag.generation.grammar import JsonProcessor as JsonProcessor
     from kvcache_rag.generation.grammar import json_grammar as json_grammar
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
     from kvcache_rag.settings import EngineOptions as EngineOptions
     from kvcache_rag.settings import PathText as PathText
     from kvcache_rag.settings import StoreOptions as StoreOptions
-    from kvcache_rag.stores.reopened import Reopened as Reopened
 else:
     from kvcache_rag.exports import lazy_names
 

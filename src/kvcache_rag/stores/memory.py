@@ -18,7 +18,7 @@ from kvcache_rag.errors import (
     check_name,
     check_settings,
 )
-from kvcache_rag.forks import new_lock
+from kvcache_rag.forks import Reopened, new_lock
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -36,7 +36,6 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import Home, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
-from kvcache_rag.stores.reopened import Reopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -21,7 +21,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     check_name,
 )
-from kvcache_rag.forks import new_lock
+from kvcache_rag.forks import Reopened, new_lock
 from kvcache_rag.stores import names
 from kvcache_rag.stores.base import (
     SWEEP_PAUSE,
@@ -48,7 +48,6 @@ from kvcache_rag.stores.file import (
     read_file,
 )
 from kvcache_rag.stores.limits import Limits, Quota, Sweeper, check_quota, number
-from kvcache_rag.stores.reopened import Reopened
 from kvcache_rag.stores.runs import close, is_open_file, source
 from kvcache_rag.stores.signing import SigningKey
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.forks import Reopened
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.stores.base import (
     ChunkStore,
@@ -20,7 +21,6 @@ from kvcache_rag.stores.base import (
     next_generation,
 )
 from kvcache_rag.stores.memory import MemoryStore
-from kvcache_rag.stores.reopened import Reopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
