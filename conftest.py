@@ -63,6 +63,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Nor through what earlier files left: benchmarks collect before each of their rounds."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_network() -> Any:
     """Make every connection off this machine fail with a clear error."""
