@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvcache_rag import DiskStore, Engine, PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration import open_engine
@@ -23,12 +26,11 @@ from kvcache_rag.settings import (
 )
 from kvcache_rag_server.corpus.worker import BuildSettings
 from kvcache_rag_server.settings import RequestLimits, ServerSettings
-from langchain_kvcache_rag import ChatKVCache
-from llama_index.kvcache_rag import KVCacheLLM
+from langchain_kvcache_rag import ChatKVCache, KVCacheChroma
+from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from pydantic import BaseModel
 
@@ -190,3 +192,59 @@ def test_help_of_all_commands_loads_no_settings() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+def test_a_path_may_begin_with_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home / "texts", here):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    (home / "texts" / "a.txt").write_text("The cat sat on the mat.")
+    (home / "c.jsonl").write_text('{"text": "a"}\n')
+    (home / "server.yaml").write_text("kv_dir: ~/kv\napi_keys: ~/keys\n")
+    (home / "prompt_template.json").write_text('{"system": "Read this.\\n"}')
+    key = home / "key"
+    key.write_text("k" * 40)
+    key.chmod(0o600)
+
+    ways: tuple[Callable[..., Any], ...] = (
+        *(LocalSettings, ServerSettings, BuildSettings),
+        lambda **said: ChatKVCache(model="tiny", **said),
+        lambda **said: KVCacheLLM(model_name="tiny", **said),
+    )
+    for way in ways:
+        for name in ("kv_dir", "signing_key", "gate", "auxiliary", "adapter"):
+            if name not in ("gate", "auxiliary") or way is not BuildSettings:
+                place: dict[str, Any] = {"kv_dir": "kv", name: "~/x"}
+                assert getattr(way(**place), name) == f"{home}/x", (way, name)
+                assert getattr(way(**{**place, name: Path("~/x")}), name) == f"{home}/x"
+    assert LocalSettings(template="~").template == PromptTemplate(system="Read this.\n")
+    served = ServerSettings.of(None, "~/server.yaml")
+    assert (served.kv_dir, served.api_keys) == (f"{home}/kv", home / "keys")
+    front = ServerSettings(engine="vllm", base_url=("http://a",), engine_key="~/k")
+    assert front.engine_key == f"{home}/k"
+
+    store = DiskStore("~/kv", signing_key=Path("~/key"))
+    assert store.root == home / "kv"
+    llm = KVCacheLLM(model_name="tiny")
+    llm.keep_in("~/kv")
+    assert llm.kv_dir == f"{home}/kv"
+    assert KVCacheVectorStore.from_params("docs", persist_dir="~/lc", llm=llm).client.count() == 0
+    KVCacheChroma("docs", persist_directory="~/lc")
+    for name, kind in (("~/none", "model folder"), ("~nobody-here/m.gguf", "GGUF file")):
+        with pytest.raises(InvalidInputError, match=f"there is no {kind} {name}; check the path"):
+            Engine.from_pretrained(name)
+
+    assert main(["ingest", "~/texts", "--embed=hash", "--chroma=~/chroma", "--kv-dir=~/kv"]) == 0
+    assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--json=~/built.json"]) == 0
+    assert main(["store", "ls", "~/kv"]) == 0
+    assert main(["doctor", "--kv-dir=~/kv"]) == 0
+    assert main(["serve", "--api-keys=~/keys", "--new-key=a"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "tiny", "--corpus=~/none"]) == 2
+    assert str(home) in capsys.readouterr().err
+    assert {*os.listdir(home)} >= {"lc", "chroma", "kv", "built.json", "keys"}
+    assert os.listdir(here) == []

@@ -18,9 +18,10 @@ import os
 import sys
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
-from kvcache_rag.errors import KVCacheRagError, close_to
+from kvcache_rag.errors import KVCacheRagError, close_to, expanded
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
@@ -59,7 +60,14 @@ class CommandError(KVCacheRagError):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Says a mistake in one line, with what was probably meant; those of its actions do so, too."""
+    """Says a mistake in one line, with what was probably meant; those of its actions do so, too.
+
+    `~` in a `Path` is the home folder.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.register("type", Path, lambda word: Path(expanded(word)))
 
     def error(self, message: str) -> NoReturn:
         """Say what was wrong, and leave."""

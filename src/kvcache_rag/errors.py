@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
@@ -128,6 +129,14 @@ def check_name(kind: str, name: object) -> str:
             f"the {kind} {_shown(name)} holds a lone surrogate, no letter; write it in UTF-8"
         ) from None
     return name
+
+
+def expanded(path: str | os.PathLike[str]) -> str:
+    """A path as text, with the home folder in place of a `~` or `~user` at its beginning.
+
+    A shell does that for a word of its own alone: not behind `--name=`, nor in a settings file.
+    """
+    return os.path.expanduser(os.fspath(path))
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,10 +24,17 @@ from pydantic import (
     model_validator,
 )
 
-from kvcache_rag.errors import InvalidInputError, check_name, first_problem, refuse_unknown
+from kvcache_rag.errors import (
+    InvalidInputError,
+    check_name,
+    expanded,
+    first_problem,
+    refuse_unknown,
+)
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from typing_extensions import Self
 
     from kvcache_rag.codecs import Codec
@@ -40,12 +47,12 @@ if TYPE_CHECKING:
 def _path(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
-    return str(os.fspath(value))
+    return expanded(value)
 
 
 def _adapter(value: Any) -> str:
     # `Path("block")` is a folder, the text "block" the name of an installed adapter.
-    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
+    return os.path.abspath(_path(value)) if isinstance(value, os.PathLike) else _path(value)
 
 
 def _dtype(value: Any) -> Any:
@@ -62,7 +69,7 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
     Raises:
         InvalidInputError: If there is none, or it cannot be used.
     """
-    path = Path(place)
+    path = Path(expanded(place))
     folder = path.parent if path.name == FILE_NAME else path
     template = PromptTemplate.load(folder)
     if template is None:
@@ -70,8 +77,20 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
     return template
 
 
-PathText = Annotated[str, BeforeValidator(_path)]
-"""A path or a name as text, given as either."""
+_PATH: Final = BeforeValidator(_path)
+
+PathText = Annotated[str, _PATH]
+"""A path or a name as text, given as either; `~` is the home folder."""
+
+FilePath = Annotated[Path, _PATH]
+"""A path as such."""
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Whether an option is a `PathText` or a `FilePath`, or may be one."""
+    kinds = get_args(field.annotation)
+    return _PATH in field.metadata or any(kind in (PathText, FilePath) for kind in kinds)
+
 
 OPTIONS: Final = ConfigDict(
     arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
@@ -219,7 +238,7 @@ class Settings(BaseModel):
             ".yaml": YamlConfigSettingsSource,
             ".yml": YamlConfigSettingsSource,
         }
-        path = Path(file)
+        path = Path(expanded(file))
         if path.suffix not in kinds or not path.is_file():
             raise InvalidInputError(
                 f"there is no settings file {path}; name a .yaml, .toml or .json"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError, expanded
 from kvcache_rag.progress import plural
 
 VERSION: Final = 1
@@ -361,7 +361,7 @@ class Verdict:
         Raises:
             OSError: If it cannot be written.
         """
-        target = Path(path)
+        target = Path(expanded(path))
         temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
         try:
             temporary.write_text(self.to_json(), encoding="ascii")
@@ -376,7 +376,7 @@ class Verdict:
         Raises:
             InvalidInputError: If it cannot be read, or is not a verdict of this version.
         """
-        name = os.fspath(path)
+        name = expanded(path)
         try:
             with open(name, "rb") as file:
                 content = file.read(MAX_BYTES + 1)

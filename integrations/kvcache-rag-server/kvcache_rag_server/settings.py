@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.settings import LocalSettings, Settings
+from kvcache_rag.settings import FilePath, LocalSettings, PathText, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,13 +77,13 @@ class ServerSettings(LocalSettings, RequestLimits):
     base_url: tuple[str, ...] = ()
     """Of a server of vLLM with the connector of vllm-kvcache-rag; repeatable, all of one model and
     store."""
-    engine_key: str | None = None
+    engine_key: PathText | None = None
     """File of the key that those servers have, too; without it that of the environment."""
     host: str = "127.0.0.1"
     """Address to listen on; loopback unless the server knows who calls."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on, 0 for any free one."""
-    api_keys: Path | None = None
+    api_keys: FilePath | None = None
     """File of keys with a namespace each; without it there are no keys."""
     allow_anonymous: bool = False
     """Listen beyond loopback without keys."""

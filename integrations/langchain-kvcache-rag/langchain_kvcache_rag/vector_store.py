@@ -11,6 +11,7 @@ from langchain_core.documents import Document
 from langchain_core.runnables.config import run_in_executor
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import expanded
 from kvcache_rag.integration import Reopened
 from langchain_kvcache_rag.blocks import checked_prompt
 from langchain_kvcache_rag.client import PrefilledClient, source_of
@@ -119,7 +120,7 @@ class KVCacheChroma(Reopened, Chroma):
         super().__init__(
             collection_name=collection_name,
             embedding_function=embedding_function,
-            persist_directory=persist_directory,
+            persist_directory=persist_directory and expanded(persist_directory),
             host=host,
             port=port,
             headers=headers,

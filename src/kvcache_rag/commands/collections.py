@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
 
 if TYPE_CHECKING:
     import argparse
@@ -16,7 +16,9 @@ _PAGE = 1000
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Declare where the Chroma database is."""
-    parser.add_argument("--persist-dir", metavar="CHROMA", help="folder of the Chroma database")
+    parser.add_argument(
+        "--persist-dir", type=expanded, metavar="CHROMA", help="folder of the Chroma database"
+    )
     parser.add_argument("--host", help="host of a Chroma server")
     parser.add_argument("--port", type=int, default=8000, help="its port (default: 8000)")
     parser.add_argument("--ssl", action="store_true", help="reach it by https")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.errors import expanded
+
 if TYPE_CHECKING:
     import argparse
 
@@ -29,11 +31,14 @@ def add_options(
     from pydantic import create_model
     from pydantic_settings import BaseSettings, CliSettingsSource
 
+    from kvcache_rag.settings import is_path
+
     fields = {
         name: field
         for name, field in settings.model_fields.items()
         if (name in names if names else field.default_factory is not dict and name not in but)
     }
+    paths = {f"--{name.replace('_', '-')}" for name, field in fields.items() if is_path(field)}
     chosen: Any = {name: (field.annotation, field) for name, field in fields.items()}
 
     def add(_: object, *flags: str, help: str, **how: Any) -> None:  # argparse's names
@@ -42,6 +47,8 @@ def add_options(
             how["action"] = "append"  # before 2.16 of lists alone
         if "metavar" in how and "{" not in how["metavar"]:  # else a type of Python's
             how["metavar"] = "N" if how["metavar"] in ("int", "float") else "TEXT"
+        if not paths.isdisjoint(flags):
+            how["type"] = expanded
         parser.add_argument(*flags, help=re.sub(r" \(default: (None)?\)$", "", help), **how)
 
     CliSettingsSource(

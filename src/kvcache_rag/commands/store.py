@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.listing import duration, model_name, moment, size
 from kvcache_rag.commands.options import add_options
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, expanded
 from kvcache_rag.progress import plain, plural, progress_bar, table
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
     )
     for action in (ls, du, verify, gc, restrict):
-        action.add_argument("folder", metavar="DIR", help="folder of the store")
+        action.add_argument("folder", type=expanded, metavar="DIR", help="folder of the store")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
         )

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read_folder(folder: str, *, allow_empty: bool = False) -> FolderTexts:
         InvalidInputError: If there is no such folder, or no text in it.
         MissingExtraError: If a file needs a library that is not installed.
     """
-    root = Path(folder)
+    root = Path(expanded(folder))
     entries = list(_entries(root))
     check_readable(path for path, problem in entries if not problem)
     texts: dict[str, str] = {}

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name, expanded
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ def adapter_folder(adapter: str | os.PathLike[str]) -> Path:
             claim.
     """
     if isinstance(adapter, os.PathLike):
-        return Path(adapter).expanduser()
+        return Path(expanded(adapter))
     name = check_name("adapter", adapter)
     points = _points(name)
     if points:
         return _installed(name, points)
-    folder = Path(name).expanduser()
+    folder = Path(expanded(name))
     if name in PACKAGED_ADAPTERS:
         hint = f" (the folder is ./{name})" if folder.is_dir() else ""
         raise InvalidInputError(
@@ -118,7 +118,7 @@ def lasting_adapter(adapter: str | os.PathLike[str]) -> str:
     names = (*PACKAGED_ADAPTERS, NO_ADAPTER)
     if isinstance(adapter, str) and (adapter in names or _points(adapter)):
         return adapter
-    return os.path.abspath(os.path.expanduser(adapter))
+    return os.path.abspath(expanded(adapter))
 
 
 def is_installed(name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants as hub
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to, expanded
 from kvcache_rag.forks import new_rlock
 from kvcache_rag.models.adapters import (
     NO_ADAPTER,
@@ -114,7 +114,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
         return str(files("kvcache_rag") / "reader" / "model")
     if name in PACKAGED:
         return str(PACKAGED[name].path(name))
-    path = Path(name).expanduser()
+    path = Path(expanded(name))
     if path.suffix == SUFFIX:
         if not path.is_file():
             raise InvalidInputError(f"there is no GGUF file {name}; check the path")
@@ -336,7 +336,7 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
-    place = resolve(name) if name == TINY or name in PACKAGED else name
+    place = resolve(name) if name == TINY or name in PACKAGED else expanded(name)
     try:
         if place.endswith(SUFFIX):
             return gguf_tokenizer(Path(place), options)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings, expanded
 from kvcache_rag.stores import filesystem
 from kvcache_rag.stores.folder import Folder
 from kvcache_rag.stores.runs import close
@@ -65,7 +65,7 @@ class DiskStore(StoredChunks):
             MissingExtraError: If there is a key and `cryptography` is not installed.
         """
         check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
-        self.root = Path(os.path.abspath(root))
+        self.root = Path(os.path.abspath(expanded(root)))
         self.durable = durable
         self._folder_bytes = Folder(str(self.root), durable=durable, dated=ttl is not None)
         super().__init__(

@@ -22,7 +22,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError, UntrustedChunkError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, UntrustedChunkError, expanded
 from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def secret_in_file(path: str | os.PathLike[str], what: str) -> bytes:
     """
     # A path that is not there may be a secret by mistake, so no path is repeated.
     try:
-        with opened(os.fspath(path), READ) as descriptor:
+        with opened(expanded(path), READ) as descriptor:
             if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
                 raise InvalidInputError(
                     f"others may read or write {what}; restrict it by: chmod 600 FILE"

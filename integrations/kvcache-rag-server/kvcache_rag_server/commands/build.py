@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.listing import FOLDER, check_file, duration, size
 from kvcache_rag.commands.options import add_model, add_options
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, expanded
 from kvcache_rag.progress import plural
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "corpus",
         metavar="CORPUS",
         nargs="?",
+        type=expanded,
         help=f'file of JSON lines ({{"text": ...}} or {{"documents": [...]}}), or {FOLDER}',
     )
     _add_engine(parser)
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")
     files.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
     rows = parser.add_argument_group("collections, in place of CORPUS")
-    rows.add_argument("--chroma", metavar="DIR", help="folder of a Chroma database")
+    rows.add_argument("--chroma", type=expanded, metavar="DIR", help="folder of a Chroma database")
     rows.add_argument("--collection", metavar="NAME", help="whose rows are prefilled")
     rows.add_argument(
         "--text",
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what of a row stands in prompts: document, or a form that an installed package "
         "brings, such as llama-index (default: each row tells)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was done as one JSON object")
+    parser.add_argument(
+        "--json", type=expanded, metavar="FILE", help="write what was done as one JSON object"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

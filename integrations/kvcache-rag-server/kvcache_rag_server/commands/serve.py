@@ -129,7 +129,7 @@ def _make_key(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("--new-key needs the file that it is added to: --api-keys FILE")
     from kvcache_rag_server.keys import new_key
 
-    key = new_key(arguments.api_keys, arguments.new_key)
+    key = new_key(Path(arguments.api_keys), arguments.new_key)
     shown = f"keep it, it is shown this once; {arguments.api_keys} has its digest:"
     print(shown, file=sys.stderr)
     print(key)

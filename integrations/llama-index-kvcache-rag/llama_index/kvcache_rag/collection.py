@@ -9,6 +9,7 @@ import chromadb
 from chromadb.errors import ChromaError
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ def open_collection(
     try:
         if persist_dir is not None:
             # Chroma keeps one client per path for the whole process, also after a chdir.
-            client = chromadb.PersistentClient(path=os.path.abspath(persist_dir))
+            client = chromadb.PersistentClient(path=os.path.abspath(expanded(persist_dir)))
         elif host is not None:
             client = chromadb.HttpClient(host, port or 8000, ssl=ssl, headers=dict(headers or {}))
         if client is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import threading
 import warnings
 from dataclasses import replace
@@ -40,6 +39,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 
 from kvcache_rag import InvalidInputError, cancellable
+from kvcache_rag.errors import expanded
 from kvcache_rag.integration import (
     ConversationForms,
     EngineOptions,
@@ -78,6 +78,7 @@ from llama_index.kvcache_rag.tools import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from llama_index.core.llms.llm import ToolSelection
@@ -276,7 +277,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         Raises:
             InvalidInputError: If the KV is kept elsewhere already.
         """
-        if os.fspath(kv_dir) == self.kv_dir or self.base_url is not None:
+        kv_dir = expanded(kv_dir)
+        if kv_dir == self.kv_dir or self.base_url is not None:
             return
         with self._loading:
             if self._engine is not None or self.kv_dir is not None:
@@ -284,7 +286,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
                 raise InvalidInputError(
                     f"the LLM keeps its KV {place} already; give kv_dir= to the KVCacheLLM only"
                 )
-            self.kv_dir = os.fspath(kv_dir)
+            self.kv_dir = kv_dir
 
     def prefill(
         self, nodes: Sequence[BaseNode], *, show_progress: bool = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.commands.options import add_options
+from kvcache_rag.errors import expanded
 from kvcache_rag.integration import lasting_adapter, read_folder
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
         ("collection", f"name of the collection (default: {default.collection})"),
     ):
-        parser.add_argument(f"--{name}", help=text)
+        kind = str if name == "collection" else expanded
+        parser.add_argument(f"--{name}", type=kind, help=text)
 
 
 def add_answering(parser: argparse.ArgumentParser) -> None:

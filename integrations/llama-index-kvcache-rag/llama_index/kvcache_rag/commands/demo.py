@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvcache_rag.commands.options import add_options
+from kvcache_rag.errors import expanded
 from llama_index.kvcache_rag.commands.corpus import add_policy
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="decides the facts for tiny (default: 1)")
     parser.add_argument("--threads", type=int, help="processor threads (default: torch's own)")
     parser.add_argument(
-        "--dir", default=".kvcache-rag-demo", help="where to keep everything, to be used again"
+        "--dir",
+        type=expanded,
+        default=".kvcache-rag-demo",
+        help="where to keep everything, to be used again",
     )
     parser.add_argument(
         "--min-ratio",
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json",
         nargs="?",
         const=_STDOUT,
+        type=expanded,
         metavar="FILE",
         help="write one JSON object to FILE; without FILE print it, and nothing else",
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcache_rag.errors import expanded
 from kvcache_rag.integration import left_out_lines, plain
 from llama_index.kvcache_rag.commands.corpus import (
     TINY,
@@ -42,7 +43,10 @@ _SHOWN: Final = 20  # files taken out that are named
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the folder and how it is split and stored."""
     parser.add_argument(
-        "folder", metavar="DIR", help="folder with .txt, .md, .pdf, .html, .htm and .docx files"
+        "folder",
+        type=expanded,
+        metavar="DIR",
+        help="folder with .txt, .md, .pdf, .html, .htm and .docx files",
     )
     add_place(parser)
     parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
