@@ -21,8 +21,10 @@ from kvcache_rag import (
     ReusePolicy,
     TieredStore,
 )
+from kvcache_rag.integration import open_engine
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
+from kvcache_rag_server.prefetch import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -314,6 +316,61 @@ def test_a_folder_that_is_not_there_is_said_in_one_sentence(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"there is no model folder {name}; check") as found:
         Engine.from_pretrained(name)
     assert "\n" not in str(found.value)
+
+
+def no_gpus(monkeypatch: pytest.MonkeyPatch, *, built: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8" if built else None)
+
+
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", torch.device("cuda"), 0])
+def test_cuda_that_is_not_there_is_said_in_one_sentence(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpus(monkeypatch, built=False)
+    wanted = (
+        r"^there is no cuda(:[01])? here, as this torch was built without CUDA; say cpu, or leave "
+        "the device out$"
+    )
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: Engine.from_pretrained("tiny", device=place),
+        lambda: Engine.from_pretrained("tiny", model_kwargs={"device_map": place}),
+        lambda: Engine.from_pretrained("tiny", model_kwargs={"device_map": {"": place}}),
+        lambda: open_engine("tiny", device_map=place),
+        lambda: twin(make_engine(), place),
+    )
+    for way in ways:
+        with pytest.raises(InvalidInputError, match=wanted):
+            way()
+    no_gpus(monkeypatch, built=True)
+    with pytest.raises(InvalidInputError, match=r"as torch finds no GPU; say cpu"):
+        Engine.from_pretrained("tiny", device=place)
+
+
+def test_a_device_that_is_not_there_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place in ("gpu", "cuda:x", 1.5, ["cpu"]):
+        with pytest.raises(InvalidInputError, match=r"is no device; say cpu, cuda or cuda:1$"):
+            Engine.from_pretrained("tiny", device=place)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(InvalidInputError, match=r"^torch finds no xpu here; say cpu, or leave"):
+        Engine.from_pretrained("tiny", device="xpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidInputError, match=r"^there is no cuda:7 here, only cuda:0, cuda:1; "):
+        Engine.from_pretrained("tiny", device="cuda:7")
+
+
+def test_a_plan_of_transformers_is_no_device() -> None:
+    for plan in ("auto", "balanced", "sequential"):
+        assert open_engine("tiny", device_map=plan).model.device == torch.device("cpu")
+
+
+def test_another_model_is_only_meant_where_it_has_another_name() -> None:
+    with pytest.raises(InvalidInputError, match=r"cannot load the model 'tiny': .*'dtypo'$"):
+        Engine.from_pretrained("tiny", model_kwargs={"dtypo": 1})
+    with pytest.raises(InvalidInputError, match=r"; did you mean 'tiny'\?$"):
+        Engine.from_pretrained("tinny")
 
 
 def test_a_hub_id_without_a_network_is_said_in_one_sentence() -> None:

@@ -32,6 +32,7 @@ from kvcache_rag.errors import (
     check_settings,
 )
 from kvcache_rag.forks import new_condition, new_lock
+from kvcache_rag.models.pretrained import checked_device
 from kvcache_rag.models.weights import PACKED
 from kvcache_rag.prompt.scores import ranking
 
@@ -378,7 +379,7 @@ def twin(engine: Engine, device: str) -> Engine:
             computes would have other keys.
     """
     try:
-        model = _placed(engine.model, torch.device(device))
+        model = _placed(engine.model, checked_device(device))
         second = like(engine, model=model)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -38,6 +38,7 @@ def open_engine(
             loaded model comes without its tokenizer.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
+    from kvcache_rag.models.pretrained import DEVICE_PLANS
     from kvcache_rag.settings import LocalSettings
 
     further = dict(model_kwargs or {})
@@ -46,7 +47,7 @@ def open_engine(
         given.pop("system_prompt", None)
     if (dtype := further.pop("dtype", None)) is not None:
         given["dtype"] = dtype
-    if isinstance(device_map, str) and device_map != "auto":
+    if isinstance(device_map, str) and device_map not in DEVICE_PLANS:
         given["device"] = device_map
     elif device_map not in (None, "auto"):
         further["device_map"] = device_map

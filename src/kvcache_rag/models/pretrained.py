@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -30,6 +31,9 @@ from kvcache_rag.prompt.template import PromptTemplate
 
 TINY = "tiny"
 """Name of the small reader that comes with this package."""
+
+DEVICE_PLANS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps that name no device."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,49 @@ def chosen_adapter(
     return adapter
 
 
+def checked_device(name: Any) -> torch.device:
+    """A device that torch finds here.
+
+    Args:
+        name: Such as "cuda:1"; a number is that of a GPU.
+
+    Raises:
+        InvalidInputError: If it finds none of that name.
+    """
+    is_number = isinstance(name, int) and not isinstance(name, bool)
+    try:
+        device = torch.device(f"cuda:{name}" if is_number else name)
+    except (RuntimeError, TypeError):
+        raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            built = torch.version.cuda or torch.version.hip
+            why = "torch finds no GPU" if built else "this torch was built without CUDA"
+            raise InvalidInputError(
+                f"there is no {device} here, as {why}; say cpu, or leave the device out"
+            )
+        if (device.index or 0) >= count:
+            there = ", ".join(f"cuda:{index}" for index in range(count))
+            raise InvalidInputError(f"there is no {device} here, only {there}; say one of them")
+        return device
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # whatever torch raises for what it was not built for
+        raise InvalidInputError(
+            f"torch finds no {device} here; say cpu, or leave the device out"
+        ) from None
+    return device
+
+
+def _check_places(device: Any, device_map: Any) -> None:
+    """Refuse devices that are not here, before a model is read."""
+    places = [*device_map.values()] if isinstance(device_map, Mapping) else [device_map]
+    for place in (device, *places):
+        if place not in (None, "") and place not in (*DEVICE_PLANS, "disk"):
+            checked_device(place)
+
+
 def load(
     name: str | os.PathLike[str],
     *,
@@ -170,6 +217,7 @@ def load(
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
+    _check_places(device, options.get("device_map"))
     resolved = resolve(name)
     folder = Path(resolved)
     # transformers 5.23 loads wrong weights now and then when several threads load at once (3 of 48
@@ -305,7 +353,8 @@ def _plain(
             its = AutoTokenizer.from_pretrained(path, **common) if own else None
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
-            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            given = device not in (None, "")
+            model = model.to(device if given else "cuda" if torch.cuda.is_available() else "cpu")
     except (torch.OutOfMemoryError, KVCacheRagError):
         raise
     except Exception as error:  # libraries below raise what they like for a bad file or argument
@@ -363,5 +412,5 @@ def _unloaded(kind: str, name: str, error: Exception) -> InvalidInputError:
         if hub.HF_HUB_OFFLINE and isinstance(error, OSError):
             reason = "it is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded"
         close = close_to(name, [TINY, *PACKAGED])
-        reason += f"; did you mean {close!r}?" if close else ""
+        reason += f"; did you mean {close!r}?" if close not in ("", name) else ""
     return InvalidInputError(f"cannot load the {kind} {name!r}: {reason}")
