@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
@@ -120,6 +120,38 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 9}, "max_length is set by the engine"),
     ({"use_cache": False}, "use_cache is set by the engine"),
     ({"num_return_sequences": 2}, "call generate several times"),
+    ({"penalty_alpha": 0.6}, "penalty_alpha asks for contrastive search, which is not done here"),
+    ({"dola_layers": "low"}, "dola_layers asks for .* which is not done here; leave it out"),
+    ({"constraints": [1]}, "constraints asks for constrained beam search, which is not done"),
+    ({"force_words_ids": [[5]]}, "force_words_ids asks for constrained beam search"),
+    ({"use_mtp": True}, "use_mtp asks for .* leave it out"),
+    ({"token_healing": True}, "token_healing asks for .* leave it out"),
+    ({"num_beams": 2, "num_beam_groups": 2}, "leave num_beam_groups out"),
+    ({"num_beams": -2}, "num_beams must be positive, not -2"),
+    ({"num_beams": "x"}, "num_beams must be a whole number, not 'x'"),
+    ({"num_return_sequences": "x"}, "num_return_sequences must be a whole number, not 'x'"),
+    ({"prefill_chunk_size": -1}, "prefill_chunk_size must be positive, not -1"),
+    ({"top_p": "x"}, "top_p must be a number, not 'x'"),
+    ({"max_time": "x"}, "max_time must be a number, not 'x'"),
+    ({"repetition_penalty": True}, "repetition_penalty must be a number, not True"),
+    ({"eos_token_id": "x"}, "eos_token_id must be the number of a token, or a list of them"),
+    ({"stop_strings": 3}, "stop_strings must be a text, or a list of texts, not 3"),
+    ({"stopping_criteria": [3]}, r"stopping_criteria must be a list of functions, not \[3\]"),
+    ({"logits_processor": 3}, "logits_processor must be a list of functions, not 3"),
+    ({"generation_config": {"top_k": 3}}, "must be a GenerationConfig, not a dict; give options"),
+]
+
+# What transformers says of them, on one line.
+BAD_FOR_TRANSFORMERS: list[dict[str, Any]] = [
+    {"repetition_penalty": -1.0},
+    {"do_sample": True, "top_k": -1},
+    {"bad_words_ids": 3},
+    {"begin_suppress_tokens": 5},
+    {"watermarking_config": 3},
+    {"compile_config": 3},
+    {"prefix_allowed_tokens_fn": 3},
+    {"streamer": 3},
+    {"forced_eos_token_id": 10**9},
 ]
 
 
@@ -133,6 +165,54 @@ def test_options_that_cannot_be_used_say_why(
     if "overflow" not in options:
         with pytest.raises(InvalidInputError, match=message):
             engine.complete("Once", **options)
+
+
+@pytest.mark.parametrize("options", BAD_FOR_TRANSFORMERS, ids=lambda one: list(one)[-1])
+def test_an_option_that_transformers_cannot_use_is_named(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    wanted = f"^generate\\(\\) of transformers cannot use its options, .*{[*options][-1]}: .*"
+    with pytest.raises(InvalidInputError, match=wanted) as found:
+        engine.generate(QUESTION, TEXTS, max_new_tokens=3, **options)
+    assert "\n" not in str(found.value)
+
+
+def test_what_a_function_of_the_app_raises_is_its_own(engine: Engine) -> None:
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        engine.generate(QUESTION, TEXTS, stopping_criteria=[Broken()])
+
+
+@pytest.mark.parametrize(
+    "recommended",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[5]]},
+        {"assistant_early_exit": 2},
+        {"use_mtp": True},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_mode_that_a_model_recommends_and_nobody_asks_for_is_left_out(
+    recommended: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    engine = make_engine()
+    engine.model.generation_config = GenerationConfig(**recommended)
+    said = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    assert said.token_ids == expected
+    own = engine.model.generation_config
+    with pytest.raises(InvalidInputError, match=f"^{next(iter(recommended))} "):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=5, generation_config=own)
+
+
+def test_what_needs_an_end_says_so(engine: Engine) -> None:
+    config = GenerationConfig(exponential_decay_length_penalty=(2, 1.1))
+    with pytest.raises(InvalidInputError, match=r"^exponential_decay_length_penalty needs an eos"):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=5, generation_config=config)
 
 
 def test_beams_cannot_stream(engine: Engine) -> None:

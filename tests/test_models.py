@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
@@ -19,10 +19,14 @@ from kvcache_rag import (
     Reuse,
     UnsupportedModelError,
 )
+from kvcache_rag.integration import open_engine
 from kvcache_rag.kv.rotary import NO_ROTATION
 from kvcache_rag.models import hf
 from kvcache_rag.models.attention.packed import packed_attention
 from kvcache_rag.models.hf import TransformersModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 CAPTURABLE = ("gpt2", "opt", "hunyuan")
@@ -163,5 +167,14 @@ def test_rounded_frequencies_change_the_spec() -> None:
 def test_a_model_on_several_devices_is_refused() -> None:
     model = build("qwen2")
     model.model.layers[3].to("meta")
-    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta, where no numbers are"):
         Engine(model, byte_tokenizer(), template=TEMPLATE)
+
+
+@pytest.mark.parametrize("place", ["meta", {"": "meta"}, {"": "disk"}])
+def test_a_model_without_numbers_is_refused(place: Any, tmp_path: Path) -> None:
+    wanted = r"^the model is on meta, where no numbers are \(offloaded, or never loaded\); load it"
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        Engine(build("qwen2").to("meta"), byte_tokenizer(), template=TEMPLATE)
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        open_engine("tiny", device_map=place, model_kwargs={"offload_folder": str(tmp_path)})

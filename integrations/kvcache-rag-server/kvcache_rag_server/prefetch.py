@@ -381,7 +381,7 @@ def twin(engine: Engine, device: str) -> Engine:
     try:
         model = _placed(engine.model, checked_device(device))
         second = like(engine, model=model)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, UnsupportedModelError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"the model cannot be copied to {device!r} to prefetch there: {reason[0]}; name "

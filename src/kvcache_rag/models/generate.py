@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ from kvcache_rag.models.decode import decode, decodes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvcache_rag.models.hf import TransformersModel
 
@@ -39,6 +42,52 @@ _REFUSED = (
     "assistant_early_exit",
     "custom_generate",
 )
+
+# What transformers keeps as code on the hub, or what is not done from a filled cache.
+_ABSENT = {
+    "constraints": "constrained beam search",
+    "dola_layers": "contrasting layers (DoLa)",
+    "force_words_ids": "constrained beam search",
+    "penalty_alpha": "contrastive search",
+    "token_healing": "another end of the prompt",
+    "use_mtp": "decoding by heads for several tokens",
+}
+
+_LOOKUP = "a whole number, 0 for no guesses from the prompt"
+_WHOLE = (int, "a whole number")
+_NUMBER = (Real, "a number")
+_FUNCTIONS = ((list, tuple), "a list of functions")
+
+# What `generate()` looks at only when it needs it.
+_VALUES: Final[dict[str, tuple[Any, str]]] = {
+    "diversity_penalty": _NUMBER,
+    "encoder_no_repeat_ngram_size": _WHOLE,
+    "encoder_repetition_penalty": _NUMBER,
+    "eos_token_id": ((int, list, tuple), "the number of a token, or a list of them"),
+    "epsilon_cutoff": _NUMBER,
+    "eta_cutoff": _NUMBER,
+    "guidance_scale": _NUMBER,
+    "length_penalty": _NUMBER,
+    "logits_processor": _FUNCTIONS,
+    "max_time": _NUMBER,
+    "min_length": _WHOLE,
+    "min_new_tokens": _WHOLE,
+    "min_p": _NUMBER,
+    "no_repeat_ngram_size": _WHOLE,
+    "num_beam_groups": _WHOLE,
+    "num_beams": _WHOLE,
+    "num_return_sequences": _WHOLE,
+    "pad_token_id": (int, "the number of a token"),
+    "prefill_chunk_size": _WHOLE,
+    "prompt_lookup_num_tokens": (int, _LOOKUP),
+    "repetition_penalty": _NUMBER,
+    "stop_strings": ((str, list, tuple), "a text, or a list of texts"),
+    "stopping_criteria": _FUNCTIONS,
+    "top_h": _NUMBER,
+    "top_k": _WHOLE,
+    "top_p": _NUMBER,
+    "typical_p": _NUMBER,
+}
 
 _CALL_OPTIONS = (
     "generation_config",
@@ -137,32 +186,56 @@ def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str,
         InvalidInputError: Naming the option and what to do.
     """
     config = options.get("generation_config")
+    if not isinstance(config, GenerationConfig | None):
+        raise InvalidInputError(
+            f"generation_config must be a GenerationConfig, not a {type(config).__name__}; give "
+            "options one by one"
+        )
     settings = {**(config.to_dict() if config is not None else {}), **options}
+    _refuse_modes(settings)
+    _check_values(settings)
     known = {*vars(GenerationConfig()), *_CALL_OPTIONS}
+    for name in options:
+        if name in _OWNED:
+            raise InvalidInputError(f"{name} is set by the engine; leave it out")
+    if not options.keys() <= known:
+        refuse_unknown(options, known, "option of generate()")
+    if streaming and (settings.get("num_beams") or 1) > 1:
+        raise InvalidInputError("beam search cannot stream; use generate, or num_beams=1")
+    return _sampling(options)
+
+
+def _refuse_modes(settings: dict[str, Any]) -> None:
     for name in _REFUSED:
         if settings.get(name) is not None:
             raise InvalidInputError(
                 f"{name} gives wrong tokens from a filled cache in transformers itself; leave it "
                 "out"
             )
-    lookup = settings.get("prompt_lookup_num_tokens")
-    if lookup is not None and (
-        isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 0
-    ):
-        raise InvalidInputError(
-            "prompt_lookup_num_tokens must be a whole number, 0 for no guesses from the prompt, "
-            f"not {lookup!r}"
-        )
-    for name in options:
-        if name in _OWNED:
-            raise InvalidInputError(f"{name} is set by the engine; leave it out")
-    if not options.keys() <= known:
-        refuse_unknown(options, known, "option of generate()")
-    if int(settings.get("num_return_sequences") or 1) > 1:
+    for name, mode in _ABSENT.items():
+        if settings.get(name):
+            raise InvalidInputError(f"{name} asks for {mode}, which is not done here; leave it out")
+
+
+def _check_values(settings: dict[str, Any]) -> None:
+    """Refuse what `generate()` would stumble over far from where it was said."""
+    for name, (kind, wanted) in _VALUES.items():
+        value = settings.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise InvalidInputError(f"{name} must be {wanted}, not {value!r}")
+    for name in ("logits_processor", "stopping_criteria"):
+        if not all(map(callable, settings.get(name) or ())):
+            raise InvalidInputError(f"{name} must be a list of functions, not {settings[name]!r}")
+    if (settings.get("prompt_lookup_num_tokens") or 0) < 0:
+        lookup = settings["prompt_lookup_num_tokens"]
+        raise InvalidInputError(f"prompt_lookup_num_tokens must be {_LOOKUP}, not {lookup!r}")
+    for name in ("num_beams", "prefill_chunk_size"):
+        if (settings.get(name) or 1) < 1:
+            raise InvalidInputError(f"{name} must be positive, not {settings[name]!r}")
+    if (settings.get("num_return_sequences") or 1) > 1:
         raise InvalidInputError("num_return_sequences must be 1; call generate several times")
-    if streaming and int(settings.get("num_beams") or 1) > 1:
-        raise InvalidInputError("beam search cannot stream; use generate, or num_beams=1")
-    return _sampling(options)
+    if (settings.get("num_beam_groups") or 1) > 1:
+        raise InvalidInputError("beams in groups are not searched here; leave num_beam_groups out")
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +333,7 @@ def _generate(
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
-    with torch.inference_mode():
+    with torch.inference_mode(), _refused_options(options):
         output = _with_default(model.model, config).generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
@@ -282,6 +355,26 @@ def _generate(
         for row in rows
     )
     return Generated(rows, watch.first_at or ended, ended, reasons)
+
+
+@contextmanager
+def _refused_options(options: dict[str, Any]) -> Iterator[None]:
+    """Say in one sentence what `generate()` itself, not what it calls, makes of its options."""
+    try:
+        yield
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if not frames[-1].f_globals.get("__name__", "").startswith("transformers.generation"):
+            raise
+        raise _unusable(options, error) from error
+
+
+def _unusable(options: dict[str, Any], error: Exception) -> InvalidInputError:
+    reason = " ".join(str(error).split())
+    given = ", ".join(options) or "those of its generation_config.json"
+    return InvalidInputError(
+        f"generate() of transformers cannot use its options, {given}: {reason}"
+    )
 
 
 def _with_default(model: Any, config: GenerationConfig) -> Any:
@@ -307,12 +400,23 @@ def _configured(
     config = copy.deepcopy(options.get("generation_config") or model.model.generation_config)
     if "generation_config" not in options:
         # Whoever wants more than one row says so; a filled cache has no more.
-        config.num_beams = config.num_return_sequences = 1
+        config.num_beams = config.num_return_sequences = config.num_beam_groups = 1
+        # Nor is what cannot be done here asked for by what a model's file recommends.
+        for name in (*_ABSENT, "assistant_early_exit"):
+            setattr(config, name, None)
     if "generation_config" not in options and not settings.get("do_sample"):
         config.do_sample = False
         # transformers warns about sampling settings that greedy search does not read.
         config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
-    rest: dict[str, Any] = config.update(**settings)
+    try:
+        rest: dict[str, Any] = config.update(**settings)
+    except (AttributeError, ValueError) as error:
+        raise _unusable(options, error) from error
+    if config.exponential_decay_length_penalty and config.eos_token_id is None:
+        raise InvalidInputError(
+            "exponential_decay_length_penalty needs an eos_token_id; give one in the "
+            "generation_config"
+        )
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.return_dict_in_generate = False
     # The cache is ours, whatever the model's own config prefers.

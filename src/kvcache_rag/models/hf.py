@@ -79,7 +79,7 @@ class TransformersModel:
             window: Longest prompt plus answer that is wanted; None for the model's own.
 
         Raises:
-            UnsupportedModelError: If the model is spread over several devices.
+            UnsupportedModelError: If the model is spread over several devices, or partly on none.
             InvalidInputError: If it is a PEFT model of learned prompts, or its frequencies cannot
                 be those of so long prompts any more.
         """
@@ -430,8 +430,10 @@ def _describe(group: LayerGroup) -> dict[str, Any]:
 
 def _refuse_spread(model: Any) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
+    if len(devices) > 1 or "meta" in devices:
+        where = "spread over" if len(devices) > 1 else "on"
+        why = ", where no numbers are (offloaded, or never loaded)" if "meta" in devices else ""
         raise UnsupportedModelError(
-            f"the model is spread over {', '.join(sorted(devices))}; load it on one device "
+            f"the model is {where} {', '.join(sorted(devices))}{why}; load it on one device "
             '(device_map={"": 0} or "cpu")'
         )
