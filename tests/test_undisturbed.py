@@ -160,6 +160,38 @@ def test_an_app_may_compile_its_model_whole() -> None:
         assert error(compiled(ids, use_cache=False).logits[0], model(ids).logits[0]) < TOLERANCE
 
 
+WRAPPERS: dict[str, Any] = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "data parallel": torch.nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+def test_law_a_wrapped_model_is_the_one_inside(wrap: str, rotation: Any) -> None:
+    """It was answered by full prefill, as its forward pass names no argument."""
+    model = build("llama")
+    plain = make_engine(model, rotation=rotation)
+    expected = plain.generate(QUESTION, TEXTS, max_new_tokens=4)
+    engine = make_engine(WRAPPERS[wrap](model), rotation=rotation)
+    assert engine.refusal == ""
+    assert engine.keys(TEXTS) == plain.keys(TEXTS)
+    found = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert found.token_ids == expected.token_ids
+    assert found.metrics.rotation == expected.metrics.rotation == rotation
+    found = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert found.metrics.misses == 0
+
+
+def test_a_model_with_compiled_layers_is_refused_by_their_name() -> None:
+    model = build("llama")
+    model.model = torch.compile(model.model, backend="eager")
+    with pytest.raises(
+        InvalidInputError, match=r"^model of LlamaForCausalLM is compiled .*_orig_mod"
+    ):
+        make_engine(model)
+
+
 def test_an_attention_that_an_app_put_behind_the_name_is_its_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

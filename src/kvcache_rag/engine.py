@@ -39,6 +39,7 @@ from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import chosen_adapter, load
+from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.default import default_policy, reuse_warning
@@ -133,7 +134,7 @@ class Engine:
         self._adapter = TransformersModel(
             model, packed_attention=packed_attention, window=context_window
         )
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = bare_model(model), tokenizer
         self.store = store if store is not None else MemoryStore()
         self.combinations = (
             combinations

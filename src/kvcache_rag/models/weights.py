@@ -101,16 +101,48 @@ class OpaqueWeight:
         raise NotImplementedError
 
 
+_PARALLEL: Final = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def bare_model(model: Any) -> Any:
+    """What `torch.compile` or a parallel wrapper of torch has inside; any other model itself.
+
+    Passes over caches that grow would be compiled anew, token by token.
+    """
+    while True:
+        parts = vars(model).get("_modules", {}) if isinstance(model, torch.nn.Module) else {}
+        if "_orig_mod" in parts:
+            model = parts["_orig_mod"]
+        elif isinstance(model, _PARALLEL):
+            model = model.module
+        else:
+            return model
+
+
 def unwrapped(model: Any) -> Any:
     """The transformers model inside a PEFT model, with its adapters; any other model itself.
 
     Raises:
-        InvalidInputError: If its adapter is a prompt that is learned, which no chunk stands behind,
-            or one that chooses by the whole prompt where it is in force.
+        InvalidInputError: If layers of it are compiled, or its adapter is a prompt that is learned,
+            which no chunk stands behind, or one that chooses by the whole prompt where it is in
+            force.
     """
+    model = bare_model(model)
     _refuse_adapters(model)
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return model.get_base_model() if is_peft else model
+    found = bare_model(model.get_base_model()) if is_peft else model
+    _refuse_compiled(found)
+    return found
+
+
+def _refuse_compiled(model: Any) -> None:
+    for path, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            raise InvalidInputError(
+                f"{path} of {type(model).__name__} is compiled by torch.compile, for which caches "
+                "that grow are other code at each token; put what it has inside (_orig_mod) in its "
+                "place"
+            )
 
 
 def _refuse_adapters(model: Any) -> None:
