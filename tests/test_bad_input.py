@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -489,3 +490,24 @@ def test_what_is_no_store_is_told_before_anything_is_loaded(
     monkeypatch.setattr("kvcache_rag.engine.load", None)
     with pytest.raises(InvalidInputError, match=wanted):
         Engine.from_pretrained("tiny", store="kv")
+
+
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=repr)
+def test_a_token_without_an_embedding_is_told(policy: Any) -> None:
+    """An app gave its tokenizer tokens, and its model none for them."""
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.add_tokens([f"<new{number}>" for number in range(80)])
+    template = PromptTemplate(system="<new79>\n")
+    engine = Engine(build("qwen2"), tokenizer, policy=policy, template=template)
+    said = r"^token 338 is beyond the model's 300 embeddings; .*resize_token_embeddings"
+    for ask in (engine.generate, engine.logits):
+        with pytest.raises(InvalidInputError, match=said):
+            ask("Who?", ["A cat."])
+    with pytest.raises(InvalidInputError, match=said):
+        engine.add(["A cat."])
+    with pytest.raises(InvalidInputError, match=said):
+        engine.complete("<new79>")
+    engine.model.resize_token_embeddings(len(tokenizer))
+    engine = Engine(engine.model, tokenizer, policy=policy, template=template)
+    assert engine.generate("Who?", ["A cat."], max_new_tokens=2).token_ids
+    assert engine.complete("<new79>", max_new_tokens=2).token_ids

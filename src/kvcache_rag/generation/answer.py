@@ -235,6 +235,7 @@ class Answerer:
         context = self._brought(prompts)
         for prompt, row in zip(prompts, context.rows, strict=True):
             self.ensure_planned(prompt.request, len(row.ids))
+            self.model.ensure_embedded(row.ids)
         return context
 
     def _brought(self, prompts: Sequence[Prompt]) -> Context:

@@ -208,6 +208,17 @@ class TransformersModel:
         """What names the weights; digests them when first asked for."""
         return Weights(self.model)
 
+    def ensure_embedded(self, ids: Tensor) -> None:
+        """Raise `InvalidInputError` if the model has no embedding of one of these ids."""
+        embeddings = self.model.get_input_embeddings()
+        count = int(getattr(embeddings, "num_embeddings", 0) or embeddings.weight.shape[0])
+        highest = int(ids.max()) if ids.numel() else 0
+        if highest >= count:
+            raise InvalidInputError(
+                f"token {highest} is beyond the model's {count} embeddings; after "
+                "tokenizer.add_tokens call model.resize_token_embeddings(len(tokenizer))"
+            )
+
     def ensure_recomputable(self) -> None:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
         if not self.takes_positions and not self.measured.by_place:
@@ -396,6 +407,7 @@ class TransformersModel:
             ids[row, : len(chunk)] = torch.tensor(chunk)
             if prefix is not None and start:
                 buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
+        self.ensure_embedded(ids)
         positions = torch.arange(start, start + longest)  # (longest,), the same in all rows
         # Nobody reads what the last layer makes of its keys and values, nor the logits.
         cache = buffer_cache(buffer, self.measured.kinds, start, halts=halts)
