@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_rag.integration import KnownTexts, Reference, known_texts
-from kvcache_rag.integration.known_texts import FEWEST_CHARACTERS
+from kvcache_rag.integration.known_texts import FEWEST_BYTES
 
 MOON = "The moon has no air, so there is no sound.\nIt has quakes."
 SEA = "The sea is salt because rivers bring minerals."
@@ -64,10 +64,13 @@ def test_the_longest_of_those_that_begin_alike() -> None:
     assert texts(where, MOON + "!") == [MOON.partition("\n")[0]]
 
 
-def test_a_short_text_is_left_alone() -> None:
-    short = "x" * (FEWEST_CHARACTERS - 1)
+@pytest.mark.parametrize("letter", ["x", "é", "猫", "𝄞"])
+def test_a_short_text_is_left_alone(letter: str) -> None:
+    """Eight Chinese characters say as much as two dozen letters."""
+    least = FEWEST_BYTES // len(letter.encode())
+    short, enough = letter * (least - 1), letter * least
     assert texts(known(short), short) == []
-    assert texts(known(short + "x"), short + "x") == [short + "x"]
+    assert texts(known(enough), f"top\n{enough}") == [enough]
 
 
 def test_a_reference_is_kept_until_another_comes() -> None:
@@ -85,7 +88,9 @@ def test_the_longest_unused_are_forgotten() -> None:
     assert texts(where, f"{MOON}\n{SEA}\n{SEA[::-1]}") == [MOON, SEA[::-1]]
 
 
-WORDS = st.lists(st.sampled_from(["alpha", "beta", "alpha beta", "\n"]), min_size=4, max_size=12)
+WORDS = st.lists(
+    st.sampled_from(["alpha", "beta", "alpha beta", "猫", "猫在睡", "\n"]), min_size=4, max_size=12
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -100,7 +105,9 @@ def test_law_a_prompt_is_cut_as_by_trying_every_text(
 
 def slowly(every: list[str], prompt: str) -> list[str]:
     """The specification: at every line, every text, the longest first."""
-    usable = sorted({one for one in every if len(one) >= FEWEST_CHARACTERS}, key=len, reverse=True)
+    usable = sorted(
+        {one for one in every if len(one.encode()) >= FEWEST_BYTES}, key=len, reverse=True
+    )
     found, start = [], 0
     while start < len(prompt):
         line = len(prompt) - len(prompt[start:].lstrip(" \t"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.forks import new_lock
+from kvcache_rag.integration import is_short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +17,6 @@ PASTED_TOKENS: Final = 100
 
 # Documents by which others are told; a short one may well stand in a question.
 _DOCUMENTS: Final = 256
-_SHORTEST: Final = 24
 
 
 class PastedTexts:
@@ -34,7 +34,7 @@ class PastedTexts:
         """Know documents that were handed over; the oldest are forgotten."""
         with self._lock:
             for document in documents:
-                if len(text := document.strip()) >= _SHORTEST:
+                if not is_short(text := document.strip()):
                     self._documents.pop(text, None)
                     self._documents[text] = None
             while len(self._documents) > _DOCUMENTS:

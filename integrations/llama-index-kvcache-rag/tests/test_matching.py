@@ -88,6 +88,19 @@ def test_the_second_question_reuses_every_chunk(
     assert costs[1]["prompt"] == "rearranged"
 
 
+def test_short_texts_of_scripts_without_spaces_are_reused(
+    llm: KVCacheLLM, embedding: HashEmbedding
+) -> None:
+    """A chunk of some twenty Chinese characters was taken for pasted text."""
+    texts = ["白色的猫在红色的垫子上睡了一整天。", "灯塔的看守人每天晚上点亮那盏旧灯。"]
+    index = VectorStoreIndex([TextNode(text=text) for text in texts], embed_model=embedding)
+    engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+    costs = [cost(engine.query("猫在哪里?")) for _ in range(2)]
+    assert [one["prompt"] for one in costs] == ["rearranged"] * 2
+    assert costs[0]["prefilled_tokens"] > 0
+    assert costs[1]["reused_tokens"] > 0 == costs[1]["prefilled_tokens"]
+
+
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "accumulate", "compact_accumulate"])
 async def test_the_same_without_blocking(
     index: VectorStoreIndex, llm: KVCacheLLM, mode: str

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.extraction import suffixes as suffixes
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
+    from kvcache_rag.integration.known_texts import is_short as is_short
     from kvcache_rag.integration.prefiller import RowPrefiller as RowPrefiller
     from kvcache_rag.integration.prefiller import beside as beside
     from kvcache_rag.integration.prefiller import prefill_texts as prefill_texts

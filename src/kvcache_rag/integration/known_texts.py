@@ -16,8 +16,18 @@ from kvcache_rag.forks import new_lock
 if TYPE_CHECKING:
     from kvcache_rag.integration.references import Reference
 
-FEWEST_CHARACTERS: Final = 24
-"""A shorter text is left where it stands: computing it costs next to nothing."""
+FEWEST_BYTES: Final = 24
+"""Of UTF-8.  A shorter text is left where it stands: computing it costs next to nothing.
+
+Characters would count scripts that write a word with one of them for a fifth of what they say.
+"""
+
+_BEGINNING: Final = FEWEST_BYTES // 4  # characters, of which the longest take four bytes
+
+
+def is_short(text: str) -> bool:
+    """Whether a text is too short to be told from others by it, and to be worth reusing."""
+    return len(text) < FEWEST_BYTES and len(text.encode("utf-8", "surrogatepass")) < FEWEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,12 @@ class KnownTexts:
     def note(self, text: str, reference: Reference | None = None) -> None:
         """Know a text from now on; `reference` replaces an earlier one, None does not."""
         core = text.strip()
-        if len(core) < FEWEST_CHARACTERS:
+        if is_short(core):
             return
         with self._lock:
             known = self._known.get(core)
             if known is None:
-                insort(self._by_beginning.setdefault(core[:FEWEST_CHARACTERS], []), core)
+                insort(self._by_beginning.setdefault(core[:_BEGINNING], []), core)
                 self._characters += len(core)
             self._known[core] = (text, reference or (known[1] if known else None))
             self._known.move_to_end(core)
@@ -71,7 +81,7 @@ class KnownTexts:
                 self._forget(self._known.popitem(last=False)[0])
 
     def _forget(self, core: str) -> None:
-        beginning = core[:FEWEST_CHARACTERS]
+        beginning = core[:_BEGINNING]
         alike = self._by_beginning[beginning]
         del alike[bisect_left(alike, core)]
         if not alike:
@@ -96,7 +106,7 @@ class KnownTexts:
         start = line
         while text[start : start + 1] in (" ", "\t"):
             start += 1
-        alike = self._by_beginning.get(text[start : start + FEWEST_CHARACTERS])
+        alike = self._by_beginning.get(text[start : start + _BEGINNING])
         if alike is None:
             return None
         # Whatever is a beginning of `rest` sorts at or before it, the longest last.
@@ -112,7 +122,7 @@ class KnownTexts:
                 rest = core[:-1]
             else:
                 rest = _common(core, rest)
-            if len(rest) < FEWEST_CHARACTERS:
+            if len(rest) < _BEGINNING:
                 return None
             last = bisect_right(alike, rest, hi=last - 1)
         return None
