@@ -131,6 +131,26 @@ def check_name(kind: str, name: object) -> str:
     return name
 
 
+def check_unicode(what: str, text: str) -> str:
+    """Return a text that somebody else wrote.
+
+    Args:
+        what: It is, for the message.
+        text: The text.
+
+    Raises:
+        InvalidInputError: If it holds a half of a surrogate pair, as some PDF readers make them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            f"{what} is not valid Unicode (it holds a lone surrogate, no letter); clean it, for "
+            'example by text.encode("utf-8", "replace").decode()'
+        ) from None
+    return text
+
+
 def expanded(path: str | os.PathLike[str]) -> str:
     """A path as text, with the home folder in place of a `~` or `~user` at its beginning.
 

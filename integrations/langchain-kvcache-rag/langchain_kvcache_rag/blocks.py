@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import StringPromptTemplate, format_document
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import Shown, whole_scores
+from kvcache_rag.integration import Shown, check_unicode, whole_scores
 
 if TYPE_CHECKING:
     from kvcache_rag.integration import MetadataWatch
@@ -93,10 +93,12 @@ def document_text(document: Document, document_prompt: StringPromptTemplate | No
             `create_stuff_documents_chain` takes it; None for the text alone.
 
     Raises:
-        InvalidInputError: If the prompt is none, or names what the document does not have.
+        InvalidInputError: If the prompt is none, or names what the document does not have, or the
+            text is not valid Unicode.
     """
     if document_prompt is None:
-        return document.page_content
+        text = document.page_content
+        return check_unicode(f"the document {document.id or text[:40]!r}", text)
     wanted = checked_prompt(document_prompt).input_variables
     missing = sorted({*wanted} - {"page_content", *document.metadata})
     name = document.id or document.page_content[:40]
@@ -106,11 +108,12 @@ def document_text(document: Document, document_prompt: StringPromptTemplate | No
             "metadata, which document_prompt names; add it, or leave it out of the prompt"
         )
     try:
-        return format_document(document, document_prompt)
+        text = format_document(document, document_prompt)
     except (LookupError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"document_prompt cannot write the document {name!r}: {error}"
         ) from error
+    return check_unicode(f"the document {name!r}", text)
 
 
 def warn_of_changes(

@@ -8,7 +8,7 @@ from typing import Any
 from chromadb.api.types import validate_metadata
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import REFERENCE_KEYS, NewRow, listed, of_user
+from kvcache_rag.integration import REFERENCE_KEYS, NewRow, check_unicode, listed, of_user
 
 
 def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[NewRow]:
@@ -27,15 +27,12 @@ def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[
             "metadatas do not make rows; give one of each per row"
         )
     for id_, text in zip(ids, texts, strict=True):
-        if not isinstance(id_, str) or not id_ or not _is_unicode(id_):
+        if not isinstance(id_, str) or not id_:
             raise InvalidInputError(f"an id must be a text that is not empty, not {id_!r}")
         if not isinstance(text, str):
             raise InvalidInputError(f"the document of {id_!r} must be a text, not {text!r}")
-        if not _is_unicode(text):
-            raise InvalidInputError(
-                f"the document of {id_!r} is not valid Unicode; clean it, for example by "
-                'text.encode("utf-8", "replace").decode()'
-            )
+        check_unicode(f"the id {id_!r}", id_)
+        check_unicode(f"the document of {id_!r}", text)
     return [
         NewRow(id_, text, _checked(id_, metadata), vector)
         for id_, text, metadata, vector in zip(ids, texts, values, vectors, strict=True)

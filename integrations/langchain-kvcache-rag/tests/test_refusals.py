@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
+from store_helpers import memory_store
 
 from kvcache_rag import CacheBlend, InvalidInputError, policy_by_name
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, document_block
@@ -84,3 +85,32 @@ def test_earlier_turns_under_another_name_are_told(llm: ChatKVCache) -> None:
         ]
         for one in more:
             rag.invoke({**asked, **one})
+
+
+# ---------------------------------------------------------------------- what is no Unicode
+LONE = "A \ud800 cat."
+
+
+def test_a_document_that_is_not_unicode_is_named(llm: ChatKVCache) -> None:
+    store = memory_store(llm=llm)
+    documents = [DOCUMENTS[0], Document(LONE, id="odd")]
+    for call in (
+        lambda: store.add_documents(documents),
+        lambda: llm.prefill(documents),
+        lambda: KVCacheRAG(llm).invoke({"question": QUESTION, "context": documents}),
+        lambda: document_block(documents[1]),
+    ):
+        with pytest.raises(InvalidInputError, match=r"^the document .*'odd' is not valid Unicode"):
+            call()
+    assert store.get()["ids"] == []
+
+
+def test_an_id_that_is_not_unicode_is_told(llm: ChatKVCache) -> None:
+    store = memory_store(llm=llm)
+    for call in (
+        lambda: store.add_texts(["A cat."], ids=[LONE]),
+        lambda: store.delete([LONE]),
+        lambda: store.get_by_ids([LONE]),
+    ):
+        with pytest.raises(InvalidInputError, match="is not valid Unicode"):
+            call()

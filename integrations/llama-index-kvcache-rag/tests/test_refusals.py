@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import chromadb
 import pytest
 from llama_index.core import Document, PromptTemplate, VectorStoreIndex
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.schema import NodeWithScore, TextNode
 
 from kvcache_rag import CacheBlend, InvalidInputError, KVCacheRagError, Reuse, policy_by_name
 from llama_index.kvcache_rag import (
@@ -17,6 +19,7 @@ from llama_index.kvcache_rag import (
     KVCacheLLM,
     KVCacheQueryEngine,
     KVCacheSynthesizer,
+    KVCacheVectorStore,
 )
 
 if TYPE_CHECKING:
@@ -175,3 +178,38 @@ async def test_an_empty_message_is_told_before_anything_is_searched_for(
         with pytest.raises(InvalidInputError, match="the question is empty; ask something"):
             await later(message)
     assert made.chat_history == []
+
+
+# ---------------------------------------------------------------------- what is no Unicode
+LONE = "A \ud800 cat."
+
+
+@pytest.mark.parametrize("part", ["text", "metadata"])
+def test_a_node_that_is_not_unicode_is_named(llm: KVCacheLLM, part: str) -> None:
+    odd = TextNode(id_="odd", text=LONE if part == "text" else "A cat.", embedding=[0.0, 1.0])
+    odd.metadata = {"title": LONE} if part == "metadata" else {}
+    nodes = [TextNode(id_="fine", text="A dog.", embedding=[1.0, 0.0]), odd]
+    store = KVCacheVectorStore.from_params("odd", client=chromadb.EphemeralClient(), llm=llm)
+    given = [NodeWithScore(node=one, score=1.0) for one in nodes]
+    said = "^the text of node 'odd' is not valid Unicode .*; clean it"
+    for call in (
+        lambda: store.add(nodes),
+        lambda: llm.prefill(nodes),
+        lambda: KVCacheSynthesizer(llm).synthesize(QUESTION, given),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            call()
+    assert store.client.count() == 0
+
+
+def test_an_id_that_is_not_unicode_is_told(llm: KVCacheLLM) -> None:
+    store = KVCacheVectorStore.from_params("odd", client=chromadb.EphemeralClient(), llm=llm)
+    node = TextNode(id_=LONE, text="A cat.", embedding=[0.0, 1.0])
+    for call in (
+        lambda: store.add([node]),
+        lambda: store.delete_nodes([LONE]),
+        lambda: store.delete_documents([LONE]),
+        lambda: store.get_nodes([LONE]),
+    ):
+        with pytest.raises(InvalidInputError, match="is not valid Unicode"):
+            call()

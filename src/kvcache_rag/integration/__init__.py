@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcache_rag.errors import check_unicode as check_unicode
     from kvcache_rag.errors import first_problem as first_problem
     from kvcache_rag.errors import refuse_unknown as refuse_unknown
     from kvcache_rag.forks import Reopened as Reopened

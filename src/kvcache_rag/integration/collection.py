@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_unicode
 from kvcache_rag.integration.prefiller import RowPrefiller, standing
 from kvcache_rag.integration.references import REFERENCE_KEYS, Reference
 from kvcache_rag.integration.rows import Rows
@@ -195,6 +195,8 @@ class PrefilledCollection(ABC):
     # ------------------------------------------------------------------ reading
     def get(self, ids: Any = None, **options: Any) -> Any:
         """As Chroma's; no ids are no rows."""
+        for id_ in () if ids is None else listed(ids):
+            check_unicode(f"the id {id_!r}", id_)
         if ids is not None and not listed(ids):
             # Chroma refuses an empty list of ids, but knows how an answer without rows looks.
             include = {name: options[name] for name in ("include",) if name in options}

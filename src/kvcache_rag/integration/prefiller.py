@@ -117,6 +117,7 @@ class RowPrefiller:
         Raises:
             InvalidInputError: If `embed` gives not one vector per row; nothing is written then.
         """
+        self.rows.check_texts(rows)
         prefill = partial(self._prefilled, rows, texts, show_progress=show_progress)
         if embed is None or not rows:
             self._check(rows)

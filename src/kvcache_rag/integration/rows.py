@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_unicode
 from kvcache_rag.forks import new_rlock
 from kvcache_rag.integration.references import Reference, wrapped_digests
 
@@ -124,6 +124,7 @@ class Rows:
         where_document: Where | None = None,
     ) -> list[Row]:
         """Rows by metadata, text or id (unknown ones are left out), by all given, or all."""
+        ids = None if ids is None else [check_unicode(f"the id {id_!r}", id_) for id_ in ids]
         include = ["metadatas"] if metadata_only else ["metadatas", "documents"]
         rows: list[Row] = []
         for page in self._pages(
@@ -155,9 +156,22 @@ class Rows:
     def holding(self, key: str, values: Sequence[str]) -> list[Row]:
         """Rows whose metadata `key` is one of `values`, metadata only."""
         rows: list[Row] = []
+        for value in values:
+            check_unicode(f"the {key} {value!r}", value)
         for batch in _batches(values, _MEMBERS):
             rows += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
         return rows
+
+    @staticmethod
+    def check_texts(rows: Sequence[NewRow]) -> None:
+        """Raise `InvalidInputError` for a row with a text that no database stores."""
+        for row in rows:
+            check_unicode(f"the id {row.id!r}", row.id)
+            check_unicode(f"the text of {row.id!r}", row.document)
+            for key, value in row.metadata.items():
+                for text in (key, value):
+                    if isinstance(text, str):
+                        check_unicode(f"{key!r} in the metadata of {row.id!r}", text)
 
     def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:
         """Write rows of different ids.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from kvcache_rag.integration import REFERENCE_KEYS, Reference, Shown
+from kvcache_rag.integration import REFERENCE_KEYS, Reference, Shown, check_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def llm_text(node: BaseNode) -> str:
-    """The text that stands in the prompt for this node, at ingestion and at answering alike."""
-    return node.get_content(metadata_mode=MetadataMode.LLM)
+    """The text that stands in the prompt for this node, at ingestion and at answering alike.
+
+    Raises:
+        InvalidInputError: If it is not valid Unicode.
+    """
+    text = node.get_content(metadata_mode=MetadataMode.LLM)
+    return check_unicode(f"the text of node {node.node_id!r}", text)
 
 
 def without_reference(node: BaseNode) -> BaseNode:
@@ -75,6 +80,9 @@ def chunks_of(
 
     Returns:
         Without those that have no text (an image), which have nothing to say here.
+
+    Raises:
+        InvalidInputError: If a text is not valid Unicode.
     """
     chunks: list[StoredChunk | str] = list(texts)
     if nodes:
@@ -83,6 +91,7 @@ def chunks_of(
 
 
 def _chunk(node: BaseNode, text: str, engine: Engine) -> StoredChunk | str:
+    check_unicode(f"the text of node {node.node_id!r}", text)
     reference = Reference.from_metadata(node.metadata)
     return text if reference is None else reference.chunk(text, engine)
 
