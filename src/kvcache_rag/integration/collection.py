@@ -42,17 +42,23 @@ class PrefilledCollection(ABC):
         self, collection: Any, holder: EngineHolder | None, *, show_progress: bool = False
     ) -> None:
         """Wrap `collection`; it stays usable beside."""
-        self.collection = collection
         self._rows = Rows(collection)
         self._holder, self._show_progress = holder, show_progress
 
+    @property
+    def collection(self) -> Any:
+        """Chroma's own, as `Rows.collection`."""
+        return self._rows.collection
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_rows":  # asked for before there is anything
+            raise AttributeError(name)
         return behind(self, "collection", name)
 
     @property  # type: ignore[misc]  # nobody sets it
     def __class__(self) -> Any:
         """For `isinstance`, which asks for the type first: it is a collection of Chroma's, too."""
-        return type(self.collection)
+        return self._rows.kind
 
     @property
     def prefiller(self) -> RowPrefiller:

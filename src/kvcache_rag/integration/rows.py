@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -89,19 +90,43 @@ class Rows:
     process has deleted.
 
     Attributes:
-        collection: The `chromadb` collection.
         leaving: References of rows that are gone, by key, while their KV waits for the end of a
             replacement; None outside.
     """
 
     def __init__(self, collection: Any) -> None:
         """Wrap a `chromadb` collection; it stays usable beside."""
-        self.collection = collection
+        self._collection, self._process = collection, os.getpid()
         # The client is asked, not assumed: hosted databases allow far less than a local one.
         client: Any = getattr(collection, "_client", None)
         limit = client.get_max_batch_size() if hasattr(client, "get_max_batch_size") else 0
         self._batch = limit if limit and limit > 0 else 1000
         self.leaving: dict[str, Reference] | None = None
+
+    @property
+    def collection(self) -> Any:
+        """The `chromadb` collection.
+
+        Raises:
+            InvalidInputError: In a forked process, which has none of the threads that a database
+                in this one works with: Chroma would wait for them for ever.
+        """
+        if self._process != os.getpid() and self._is_embedded:
+            raise InvalidInputError(
+                "this Chroma database was opened before the process was forked, and cannot be used "
+                "in the child; open it in each process, or start a server (chroma run) for all"
+            )
+        return self._collection
+
+    @property
+    def kind(self) -> type:
+        """The class of the collection."""
+        return type(self._collection)
+
+    @property
+    def _is_embedded(self) -> bool:
+        client = getattr(self._collection, "_client", None)
+        return client is not None and not hasattr(client, "_session")  # that of HTTP
 
     def writing(self) -> AbstractContextManager[object]:
         """Keep this process's other writers out, so that what a write replaces is what was read."""
