@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from small import make_model, make_tokenizer
 from kvcache_rag import InvalidInputError, MissingExtraError
 from kvcache_rag.generation import grammar
 from kvcache_rag.integration import JsonGrammars, json_grammar, json_instruction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -71,6 +74,52 @@ def test_the_schema_is_told_word_for_word() -> None:
 def test_a_schema_of_no_use_is_said(schema: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot be held to this schema"):
         json_grammar(schema)
+
+
+def nested(levels: int, wrap: Callable[[Any], Any]) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(levels):
+        schema = wrap(schema)
+    return schema
+
+
+SIZES: dict[str, Callable[[int], Any]] = {
+    "properties": lambda n: {"properties": {f"p{at}": {"type": "string"} for at in range(n)}},
+    "alternatives": lambda n: {"anyOf": [{"const": at} for at in range(n)]},
+    "a chain of references": lambda n: {
+        "$defs": {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(n)},
+        "$ref": "#/$defs/d0",
+    },
+    "levels of objects": lambda n: nested(n, lambda one: {"properties": {"a": one}}),
+    "levels of lists": lambda n: nested(n, lambda one: {"items": one}),
+    "levels of both": lambda n: nested(n, lambda one: {"allOf": [one]}),
+    "levels of nothing known": lambda n: {"default": nested(n, lambda one: [one])},
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("size", [1_200, 100_000])
+def test_a_schema_that_is_too_large_is_refused_at_once(
+    grammars: JsonGrammars, kind: str, size: int
+) -> None:
+    """Ten thousand properties held a server up for 15 seconds, a chain of references ended it."""
+    schema = SIZES[kind](size)
+    said = "more than 1000 objects|nested in more than 200 levels"
+    for read in (grammars.processor, json_grammar, json_instruction):
+        with pytest.raises(InvalidInputError, match=said):
+            read(schema)
+
+
+def test_a_schema_that_holds_itself_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    with pytest.raises(InvalidInputError, match="held to this schema"):
+        json_grammar(schema)
+
+
+def test_a_large_enough_schema_is_taken(grammars: JsonGrammars) -> None:
+    grammars.processor(SIZES["properties"](900))
+    grammars.processor({"enum": [f"value {at}" for at in range(5000)]})
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
