@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from docx import Document
 from pypdf import PdfWriter
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, RectangleObject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,38 @@ def pdf(pages: Sequence[str], *, user_password: str | None = None) -> bytes:
     if user_password is not None:
         writer.encrypt(user_password, "owner", algorithm="AES-256")
     return _written(writer)
+
+
+def nested_pdf(levels: int, pages: int = 1) -> bytes:
+    """A PDF of pages with a form that shows one twice that shows one twice, and so on."""
+    writer = PdfWriter()
+    form = _form(writer, b"", None)
+    for _ in range(levels):
+        form = _form(writer, b"/X Do /X Do", form)
+    for _ in range(pages):
+        page = writer.add_blank_page(width=600, height=800)
+        page[NameObject("/Resources")] = _showing(form)
+        content = DecodedStreamObject()
+        content.set_data(b"/X Do")
+        page[NameObject("/Contents")] = writer._add_object(content)
+    return _written(writer)
+
+
+def _form(writer: PdfWriter, data: bytes, inner: Any) -> Any:
+    form = DecodedStreamObject()
+    form.set_data(data)
+    form[NameObject("/Type")], form[NameObject("/Subtype")] = (
+        NameObject("/XObject"),
+        NameObject("/Form"),
+    )
+    form[NameObject("/BBox")] = RectangleObject((0, 0, 9, 9))
+    if inner is not None:
+        form[NameObject("/Resources")] = _showing(inner)
+    return writer._add_object(form)
+
+
+def _showing(form: Any) -> DictionaryObject:
+    return DictionaryObject({NameObject("/XObject"): DictionaryObject({NameObject("/X"): form})})
 
 
 def docx(paragraphs: Sequence[str], rows: Sequence[Sequence[str]] = (), body: str = "") -> bytes:

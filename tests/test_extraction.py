@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from documents import docx, pdf
+from documents import docx, nested_pdf, pdf
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration import (
@@ -243,3 +243,27 @@ def test_every_kind_has_its_library_in_the_extra() -> None:
     for reader in extraction._READERS.values():
         assert any(line.startswith(reader.package) for line in wanted), reader.package
     assert set(suffixes()) == {".md", ".txt", *extraction._READERS}
+
+
+# ---------------------------------------------------------------------- what would take for ever
+def test_forms_within_forms_are_read_so_far() -> None:
+    """Of thirty levels there are a billion; pypdf before 6.17 reads them all."""
+    assert extract_text("a.pdf", nested_pdf(30)) == ""
+
+
+def test_pages_that_take_far_too_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "_PDF_SECONDS", 1e-9)
+    with pytest.raises(InvalidInputError, match=r"^its first 0 pages took longer"):
+        extract_text("a.pdf", nested_pdf(2, pages=3))
+
+
+@pytest.mark.parametrize("piece", ["<div>", "<li>x", "<b>", "<!--", "<table><td>"])
+def test_what_is_never_closed_is_told(piece: str) -> None:
+    """The parser takes the square of its number: of 100 kB a quarter of a minute."""
+    with pytest.raises(InvalidInputError, match="are not closed; save it as text"):
+        extract_text("a.html", piece.encode() * 100_000)
+
+
+def test_a_long_page_is_read() -> None:
+    page = "<p>A line.<br><img src='a'></p>" * 2_000 + "<!-- unseen -->" * 2_000
+    assert extract_text("a.html", page.encode()).count("A line.") == 2_000

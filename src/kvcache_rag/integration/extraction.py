@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import re
+import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -38,6 +39,16 @@ _FEW: Final = 5  # of kinds that are never read
 
 # Files of Word are zips; with a password, or of before 2007, they are one of these.
 _OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
+
+# A page takes hundredths of a second; one of forms within forms takes what pypdf gives it at most.
+_PDF_SECONDS: Final = 30.0  # and as many for each megabyte
+
+# Of unclosed tags and comments, for which the parser takes the square of their number: 3 seconds.
+_HTML_LEVELS: Final = 5000
+_TAG: Final = re.compile(rb"<(?:(/)[a-z]|!--|([a-z][a-z0-9]*))|-->", re.IGNORECASE)
+_VOID: Final = frozenset(
+    b"area base br col embed hr img input link meta param source track wbr".split()
+)
 
 _UNSEEN: Final = ("head", "noscript", "script", "style", "svg", "template")
 
@@ -283,11 +294,12 @@ def pdf_pages(data: bytes) -> Iterator[str]:
     """The text of each page of a PDF, read when it is asked for.
 
     Raises:
-        InvalidInputError: If it is encrypted.
+        InvalidInputError: If it is encrypted, or takes far longer than files of its size do.
         Exception: Whatever pypdf meets in a damaged file.
     """
     from pypdf import PasswordType, PdfReader
 
+    end = time.monotonic() + _PDF_SECONDS * (1 + len(data) / 1e6)
     with _silent("pypdf"):
         document = PdfReader(io.BytesIO(data))
         # Many are encrypted without a password, only to forbid printing.
@@ -295,6 +307,11 @@ def pdf_pages(data: bytes) -> Iterator[str]:
             raise InvalidInputError("it is encrypted; save a copy without its password")
         pages = document.pages
     for number in range(len(pages)):
+        if time.monotonic() > end:
+            raise InvalidInputError(
+                f"its first {number} pages took longer than files of its size do; print it to a "
+                "new PDF"
+            )
         with _silent("pypdf"):
             text = pages[number].extract_text().strip()
         yield text
@@ -323,6 +340,10 @@ def _html(data: bytes) -> str:
     from bs4 import BeautifulSoup
     from bs4.element import NavigableString
 
+    if _levels(data) > _HTML_LEVELS:
+        raise InvalidInputError(
+            f"more than {_HTML_LEVELS} of its tags or comments are not closed; save it as text"
+        )
     with _silent("bs4"):
         page = BeautifulSoup(data, "html.parser")
     for tag in page.find_all(_UNSEEN):
@@ -343,6 +364,18 @@ def _html(data: bytes) -> str:
     # What is left of white space between words; `pre` indents by more.
     lines = (re.sub("^ (?! )", "", line).rstrip() for line in page.get_text().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _levels(data: bytes) -> int:
+    """How many tags and comments stand inside each other, as far as a look at them says."""
+    level = deepest = 0
+    for found in _TAG.finditer(data):
+        if found[1] or found[0] == b"-->":
+            level = max(0, level - 1)
+        elif found[2] is None or found[2].lower() not in _VOID:
+            level += 1
+            deepest = max(deepest, level)
+    return deepest
 
 
 def _docx(data: bytes) -> str:
