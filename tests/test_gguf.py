@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import os
 import shutil
 import stat
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, byte_tokenizer
@@ -34,6 +38,9 @@ from kvcache_rag_server.settings import ServerSettings
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
 from gguf_files import WIDTH, write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = [
     # peft asks transformers by a name that transformers is about to drop,
@@ -159,21 +166,41 @@ def test_models_that_are_loaded_by_several_threads_are_the_same(written: Path) -
         assert len(set(pool.map(digest, range(24)))) == 1
 
 
-@pytest.mark.parametrize("spoilt", ["tokenizer", "cut", "config", "all"])
-def test_a_damaged_kept_checkpoint_is_made_anew(written: Path, cache: Path, spoilt: str) -> None:
+WEIGHTS = "model.safetensors"
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "cut weights": lambda kept: os.truncate(kept / WEIGHTS, 5000),
+    "other weights": lambda kept: (kept / WEIGHTS).write_bytes(
+        bytes(byte ^ (place > 5000) for place, byte in enumerate((kept / WEIGHTS).read_bytes()))
+    ),
+    "no weights": lambda kept: (kept / WEIGHTS).unlink(),
+    "tokenizer": lambda kept: (kept / "tokenizer.json").write_text("{"),
+    "config": lambda kept: (kept / "config.json").write_text("["),
+    "another config": lambda kept: (kept / "config.json").write_text(
+        (kept / "config.json").read_text().replace("1e-05", "1e-01")
+    ),
+    "no config": lambda kept: (kept / "config.json").unlink(),
+    "a further file": lambda kept: (kept / "adapter_config.json").write_text("{}"),
+    "no manifest": lambda kept: (kept / "kvcache-rag.json").unlink(),
+    "no list": lambda kept: (kept / "kvcache-rag.json").write_text("[1]"),
+    "all": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_damaged_or_changed_kept_checkpoint_is_made_anew(
+    written: Path, cache: Path, spoilt: str
+) -> None:
     first = Engine.from_pretrained(written)
+    expected = ask(first)
     (kept,) = (path for path in cache.iterdir() if path.is_dir())
-    weights = kept / "model.safetensors"
-    if spoilt == "cut":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif spoilt == "tokenizer":
-        (kept / "tokenizer.json").write_text("{")
-    elif spoilt == "config":
-        (kept / "config.json").write_text("[")
-    else:
-        shutil.rmtree(kept)
-    assert Engine.from_pretrained(written).spec == first.spec
-    assert weights.is_file()
+    names = sorted(path.name for path in kept.iterdir())
+    SPOILT[spoilt](kept)
+    again = Engine.from_pretrained(written)
+    assert (again.spec, ask(again)) == (first.spec, expected)
+    assert sorted(path.name for path in kept.iterdir()) == names
+    before = (kept / WEIGHTS).stat().st_mtime_ns
+    Engine.from_pretrained(written)
+    assert (kept / WEIGHTS).stat().st_mtime_ns == before, "once is enough"
 
 
 def test_a_cache_that_cannot_be_written_fails_nothing(
@@ -244,6 +271,66 @@ def test_a_file_of_a_hub_repository_is_taken_from_its_cache(written: Path, tmp_p
 
 
 # ---------------------------------------------------------------------- mistakes
+def header(*parts: bytes, tensors: int = 0, metadata: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, metadata) + b"".join(parts)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+HOSTILE: dict[str, bytes] = {
+    "many axes": header(
+        text(b"t"), struct.pack("<I", 400_000), struct.pack("<Q", 2**63) * 400_000, tensors=1
+    ),
+    "axes without end": header(text(b"t"), b"\xff" * 64, tensors=1),
+    "nested arrays": header(
+        text(b"a"), struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 100_000, metadata=1
+    ),
+    "no alignment": header(text(b"general.alignment"), struct.pack("<II", 4, 0), metadata=1),
+    "an alignment that is a text": header(
+        text(b"general.alignment"), struct.pack("<I", 8), text(b"x"), metadata=1
+    ),
+    "an alignment that is a list": header(
+        text(b"general.alignment"), struct.pack("<IIQ", 9, 4, 0), metadata=1
+    ),
+    "a text without end": header(struct.pack("<Q", 2**62), metadata=1),
+    "a text of four gigabytes": header(struct.pack("<Q", 2**32), metadata=1),
+    "a list without end": header(text(b"a"), struct.pack("<IIQ", 9, 4, 2**62), metadata=1),
+    "a list of texts without end": header(
+        text(b"a"), struct.pack("<IIQ", 9, 8, 2**62), b"\0" * 3_000_000, metadata=1
+    ),
+    "fields without end": header(b"\0" * 3_000_000, metadata=2**62),
+    "tensors without end": header(b"\0" * 3_000_000, tensors=2**62),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_refused_in_a_time_that_its_length_bounds(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(InvalidInputError, match=r"hostile\.gguf (was cut|is no whole GGUF)"):
+        Engine.from_pretrained(path)
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_law_a_header_with_changed_bytes_is_read_or_refused(
+    written: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    whole = bytearray(written.read_bytes()[:6000])
+    for _ in range(data.draw(st.integers(1, 6))):
+        whole[data.draw(st.integers(4, 4000))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(whole + written.read_bytes()[6000:])
+    with contextlib.suppress(InvalidInputError):
+        files.GgufHeader.read(path)
+
+
 @pytest.mark.parametrize("left", [3, 40, 2000, -1000, -1])
 def test_a_cut_file_is_told_in_one_sentence(written: Path, tmp_path: Path, left: int) -> None:
     path = tmp_path / "cut.gguf"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -35,12 +36,16 @@ SUFFIX: Final = ".gguf"
 KEPT_BYTES: Final = 2_000_000_000
 """A larger checkpoint is not kept."""
 
+_MANIFEST: Final = "kvcache-rag.json"
+
 # Seconds for which another process may dequantise the same file before this one does it, too.
 _PATIENCE = 900.0
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: formats of metadata by their number.
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Beyond what any file has: axes of a tensor, arrays within arrays, bytes of a header.
+_AXES, _ARRAYS, _HEADER = 8, 4, 1 << 28
 _UNQUANTISED = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
@@ -70,7 +75,7 @@ class GgufHeader:
         try:
             with path.open("rb") as file:
                 header = _parsed(_Fields(file), sizes)
-        except (struct.error, KeyError, EOFError, OverflowError) as error:
+        except (struct.error, KeyError, TypeError, ValueError, EOFError, OverflowError) as error:
             raise InvalidInputError(
                 f"{path} is no whole GGUF file: its header ends early or cannot be read; "
                 "download it again"
@@ -90,34 +95,45 @@ class GgufHeader:
 
 
 class _Fields:
-    """Reads a header field by field."""
+    """Reads a header field by field; whatever is in it, in a time that its length bounds.
+
+    Raises:
+        Exception: Of several kinds, for what is no header.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file
+        self._most = min(os.fstat(file.fileno()).st_size, _HEADER)
 
     def plain(self, form: str) -> Any:
+        if self.place > self._most:
+            raise EOFError
         (value,) = struct.unpack(f"<{form}", self._file.read(struct.calcsize(f"<{form}")))
         return value
 
     def text(self) -> bytes:
         length = self.plain("Q")
+        if length > self._most:
+            raise EOFError
         found: bytes = self._file.read(length)
         if len(found) < length:
             raise EOFError
         return found
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, arrays: int = 0) -> Any:
         """A value of metadata; of an array nothing, as its items are only passed over."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.plain(_PLAIN[kind])
+        if arrays == _ARRAYS:
+            raise ValueError("arrays within arrays")
         inner, length = self.plain("I"), self.plain("Q")
         if inner in _PLAIN:
             self._file.seek(length * struct.calcsize(f"<{_PLAIN[inner]}"), os.SEEK_CUR)
             return None
         for _ in range(length):
-            self.value(inner)
+            self.value(inner, arrays + 1)
         return None
 
     @property
@@ -136,12 +152,16 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
         value = fields.value(fields.plain("I"))
         if name == b"general.alignment":
             alignment = int(value)
+            if alignment < 1:
+                raise ValueError("alignment")
     elements, end = 0, 0
     by_type: dict[int, int] = {}
     for _ in range(tensors):
         fields.text()
-        count = 1
-        for _ in range(fields.plain("I")):
+        count, axes = 1, fields.plain("I")
+        if axes > _AXES:
+            raise ValueError("axes")
+        for _ in range(axes):
             count *= fields.plain("Q")
         kind, offset = fields.plain("I"), fields.plain("Q")
         block, size = sizes[kind]
@@ -206,7 +226,7 @@ def load_gguf(
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     """The tokenizer of a GGUF file: of its kept checkpoint if there is one, which is sooner."""
     kept = _kept(path, GgufHeader.read(path).dtype)
-    if (kept / "tokenizer.json").is_file():
+    if (kept / "tokenizer.json").is_file() and not _changed(kept):
         from transformers import AutoTokenizer
 
         with contextlib.suppress(OSError, ValueError):
@@ -283,18 +303,38 @@ def _write(path: Path, dtype: torch.dtype, target: Path) -> None:
         # Without one of its own, a tokenizer has to be given.
         with contextlib.suppress(Exception):
             _gguf_tokenizer(path, {}).save_pretrained(str(partial))
+        (partial / _MANIFEST).write_text(json.dumps(_files(partial)), encoding="utf-8")
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and time of the last change of each file of a checkpoint."""
+    found = {path.name: path.stat() for path in folder.iterdir() if path.name != _MANIFEST}
+    return {name: [one.st_size, one.st_mtime_ns] for name, one in sorted(found.items())}
+
+
+def _changed(folder: Path) -> str:
+    """What of a kept checkpoint is not as it was written; "" for nothing."""
+    try:
+        written = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        now = _files(folder)
+        names = [name for name in {**written, **now} if written.get(name) != now.get(name)]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return f"its {_MANIFEST} cannot be read"
+    return f"its {names[0]} is gone, or was changed" if names else ""
+
+
 def _load_kept(
     folder: Path, dtype: torch.dtype, options: Mapping[str, Any], *, own_tokenizer: bool
 ) -> tuple[Any, Any] | None:
-    """Model and tokenizer of a kept checkpoint; None for one that is damaged."""
+    """Model and tokenizer of a kept checkpoint; None for one that is damaged or was changed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
+        if changed := _changed(folder):
+            raise OSError(changed)
         has_tokenizer = own_tokenizer and (folder / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(folder)) if has_tokenizer else None
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
