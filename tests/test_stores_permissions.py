@@ -7,10 +7,13 @@ import os
 import shutil
 import stat
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 from kvcache_rag.cli import main
 from kvcache_rag.codecs import CODECS
@@ -18,6 +21,7 @@ from kvcache_rag.commands import store as store_command
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import spec_digest
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.stores.folder import Folder
 from tests.contracts import LAYOUT, LAYOUTS, key_of, make_chunk, same
 from tests.test_codecs_stores import finite_chunk
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvcache_rag.codecs import Codec
+    from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.stores import ChunkStore
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
@@ -97,7 +102,50 @@ def test_the_folder_that_a_store_makes_is_0700(tmp_path: Path, kind: str) -> Non
     store = STORES[kind](tmp_path / "new" / "kv", CODECS["native"]())
     chunk = make_chunk()
     assert store.put(key_of(chunk), chunk)
-    assert modes(tmp_path / "new" / "kv") == {}
+    assert modes(tmp_path / "new") == {}
+
+
+USES: dict[str, Callable[[ChunkStore, ChunkKV], object]] = {
+    "put": lambda store, chunk: store.put(key_of(chunk), chunk),
+    "locked": lambda store, chunk: store.locked([key_of(chunk)]).__enter__(),
+    "sweep": lambda store, _: store.sweep(),
+    "delete": lambda store, chunk: store.delete(key_of(chunk)),
+    "delete_namespace": lambda store, _: store.delete_namespace(""),
+}
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("use", USES)
+def test_a_folder_that_was_removed_in_use_is_0700_again(tmp_path: Path, use: str) -> None:
+    """And so is all above it that went with it."""
+    store = DiskStore(tmp_path / "new" / "of" / "kv", max_bytes=1 << 22, quota=1 << 20)
+    chunk = make_chunk()
+    assert store.put(key_of(chunk), chunk)
+    shutil.rmtree(tmp_path / "new")
+    USES[use](store, chunk)
+    if (tmp_path / "new").exists():
+        assert modes(tmp_path / "new") == {}
+    assert store.put(key_of(chunk), chunk)
+    assert modes(tmp_path / "new") == {}
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_folder_that_goes_while_a_lock_is_waited_for_is_0700_again(tmp_path: Path) -> None:
+    place = Folder(str(tmp_path / "new" / "kv"))
+    with place.lock("a/b") as is_held:
+        assert is_held
+
+    def wait() -> bool:
+        with place.lock("a/b", 10.0) as is_held:
+            return is_held
+
+    # As another process holds it: of this one threads wait for each other.
+    with FileLock(place.path("a/b.lock")), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        time.sleep(0.1)
+        shutil.rmtree(tmp_path / "new")
+        assert waiting.result()
+    assert modes(tmp_path / "new") == {}
 
 
 @pytest.mark.usefixtures("umask")

@@ -284,7 +284,10 @@ def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -
     if size > KEPT_BYTES:
         return False
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        base = folder.parent.parent
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for private in (base, folder.parent):
+            private.mkdir(exist_ok=True, mode=0o700)
         # Who comes second waits: dequantising twice at once takes twice the memory, too.
         with FileLock(f"{folder}.lock", timeout=_PATIENCE, mode=0o600):
             if not folder.is_dir():

@@ -127,6 +127,25 @@ def why_unwritable(path: str | os.PathLike[str]) -> str:
         return error.strerror or str(error)
 
 
+def private_folder(path: str) -> None:
+    """Make a folder and what is missing above it, for this user only, whatever the umask.
+
+    One that is there is left as it is; `os.makedirs` makes those above as the umask has it.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    if above and above != path:
+        private_folder(above)
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
 def make_folder(root: str, path: str) -> None:
     """Make `path` and what is missing between it and `root`, for this user only.
 
@@ -134,8 +153,7 @@ def make_folder(root: str, path: str) -> None:
         OSError: If it cannot be made, or a link or a file is in its place.
     """
     if path == root:
-        if not os.path.isdir(path):
-            os.makedirs(path, 0o700, exist_ok=True)
+        private_folder(path)
         return
     make_folder(root, os.path.dirname(path))
     try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
@@ -102,16 +103,29 @@ def hold_file(
             return
         lock = FileLock(path, mode=0o600)
         try:
-            prepare(os.path.dirname(path))
-            check_lock(path)  # some versions of filelock empty what they lock
-            lock.acquire(timeout=-1 if patience is None else patience, poll_interval=_POLL)
-        except Timeout:
-            yield False
-            return
+            is_held = _acquired(lock, prepare, patience)
         except (OSError, NotImplementedError):  # the latter: a file system without locks
             yield True
+            return
+        if not is_held:
+            yield False
             return
         try:
             yield True
         finally:
             lock.release()
+
+
+def _acquired(lock: FileLock, prepare: Callable[[str], None], patience: float | None) -> bool:
+    end = None if patience is None else time.monotonic() + patience
+    path = lock.lock_file
+    while True:
+        # Before each try: a folder that has gone meanwhile filelock would make as the umask has it.
+        prepare(os.path.dirname(path))
+        check_lock(path)  # some versions of filelock empty what they lock
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
+        time.sleep(_POLL)

@@ -108,8 +108,10 @@ class Settings:
 
     def save(self) -> None:
         """Write them beside the Chroma folder, in such a way that both can be moved together."""
+        from kvcache_rag.integration import private_folder  # loads torch
+
         folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(str(folder))
         values = {
             **asdict(self),
             "kv_dir": os.path.relpath(self.kv_dir, folder),
@@ -322,9 +324,10 @@ def embedding(name: str) -> BaseEmbedding:
 
 def open_store(settings: Settings, llm: KVCacheLLM | None) -> KVCacheVectorStore:
     """The collection of `settings`, new or existing."""
+    from kvcache_rag.integration import private_folder
     from llama_index.kvcache_rag import KVCacheVectorStore
 
-    Path(settings.chroma).mkdir(parents=True, exist_ok=True)
+    private_folder(settings.chroma)  # of what documents say
     return KVCacheVectorStore.from_params(settings.collection, persist_dir=settings.chroma, llm=llm)
 
 
