@@ -8,7 +8,10 @@ idle connection only behind a first answer.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
+import math
 import sys
 import uuid
 from http import HTTPStatus
@@ -28,6 +31,11 @@ HEAD: Final = 64 << 10
 
 SETTINGS: Final[Mapping[str, Any]] = {"h11_max_incomplete_event_size": HEAD, "ws": "none"}
 """For `uvicorn.Config`, beside `http=patient(...)`."""
+
+_LOG = logging.getLogger(__name__)
+
+_SCARCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TELL: Final = 60.0  # seconds between two lines
 
 _PIECE: Final = 4 << 10  # bytes of a head that h11 is given before it looks how long that is
 
@@ -97,6 +105,31 @@ class Connection(H11Protocol):
             return
         self._seen = self.cycle
         self._wait()
+
+
+class Scarcity:
+    """Handles what an event loop meets: of connections that have no room, one line a minute.
+
+    While a process has no descriptor left, asyncio tries again once a second, and tells of it as
+    often as there is room in the queue of connections.  They wait there until others end.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was told yet."""
+        self._told = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """As `loop.set_exception_handler` wants it."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _SCARCE:
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._told + _TELL:
+            self._told = loop.time()
+            _LOG.warning(
+                "connections wait until others end, as the system has no room for more (%s); "
+                "raise the limit on open files (ulimit -n), or limit connections in a proxy",
+                error.strerror,
+            )
 
 
 def patient(limit: float) -> type[Connection]:

@@ -18,7 +18,7 @@ from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.filesystem import why_unwritable
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.connections import SETTINGS, patient
+from kvcache_rag_server.connections import SETTINGS, Scarcity, patient
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
@@ -213,6 +213,20 @@ def _rest(limit: int) -> int:
 
 
 # ---------------------------------------------------------------------- the socket
+class _Listener(socket.socket):
+    """A socket of which as many connections may wait to be accepted as we say.
+
+    asyncio has one number for that and for how many it accepts at once.  Where there is no room for
+    a further one it plans another try for each of them, two thousand in a second, so it shall
+    accept one at once.
+    """
+
+    def listen(self, backlog: int = 0, /) -> None:
+        """As `_BACKLOG` has it."""
+        del backlog
+        super().listen(_BACKLOG)
+
+
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that listens, taken before anything is loaded.
@@ -234,11 +248,11 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
     # What is asked at localhost is mostly asked by IPv4.
     family, kind, protocol, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
-    with socket.socket(family, kind, protocol) as listener:
+    with _Listener(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-            listener.listen(_BACKLOG)
+            listener.listen()
         except OSError as error:
             raise _unusable(host, port, error) from error
         yield listener
@@ -276,6 +290,7 @@ def announcement(settings: ServerSettings, url: str) -> str:
 # ---------------------------------------------------------------------- the loop
 async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
     context: AppContext = app.state.context
+    asyncio.get_running_loop().set_exception_handler(Scarcity())
     waiting = asyncio.create_task(_announce(context.backend, announce))
     try:
         with _reloading(context):
@@ -330,6 +345,7 @@ def server_of(app: FastAPI) -> uvicorn.Server:
             lifespan="off",
             http=patient(_PATIENCE),
             timeout_keep_alive=2 * _PATIENCE,
+            backlog=1,  # accepted at once; see `_Listener`
             **SETTINGS,
         )
     )

@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 from serve_fakes import DEADLINE, chat
 
@@ -292,3 +294,24 @@ def _seconds_of_children() -> float:
     """CPU seconds of processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_more_connections_than_descriptors_fill_no_log_and_wait(tmp_path: Path) -> None:
+    """The log grew by two megabytes a second."""
+    with started("tiny", "--port", "0") as (process, line), ExitStack() as stack:
+        url = url_of(line)
+        address = httpx.URL(url).host, httpx.URL(url).port
+        with httpx.Client(base_url=url) as client:
+            assert client.get("/health").status_code == 200
+        most = psutil.Process(process.pid).num_fds() + 8
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+        time.sleep(3)  # in which it tries three times, of which each was told two thousand times
+        for one in idle:
+            one.close()
+        with httpx.Client(base_url=url, timeout=DEADLINE) as client:
+            assert client.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert errors.count("connections wait until others end") == 1, errors[-2000:]
+    assert errors.count("\n") < 5, errors[-2000:]
