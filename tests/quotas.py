@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 # Every other `put` is made under `locked`, as an engine does.
 _SAMPLER = """
-import json, os, signal, sys, time
+import json, os, random, signal, sys, time
 import torch
 from kvcache_rag.stores import DiskStore
 from tests.contracts import key_of, make_chunk
 
 torch.set_num_threads(1)
-ROOT, QUOTA, WRITERS, TOKENS, SECONDS, LIMIT = json.loads({arguments!r})
+ROOT, QUOTA, WRITERS, TOKENS, SECONDS, LIMIT, KILLS = json.loads({arguments!r})
 
 def write(number, pipe):
     store = DiskStore(ROOT, durable=False, **{{LIMIT: QUOTA}})
@@ -51,16 +51,15 @@ def held(folder):
         if item.name != "used"
     )
 
-read, pipe = os.pipe()
-writers = []
-for number in range(WRITERS):
+def begin(number):
     child = os.fork()
     if child == 0:
         write(number, pipe)
-    writers.append(child)
-os.close(pipe)
+    return child
 
-most, looks, running = 0, 0, set(writers)
+read, pipe = os.pipe()
+running = {{begin(number) for number in range(WRITERS)}}
+most, looks, killed = 0, 0, 0
 while running:
     for child in sorted(running):
         os.kill(child, signal.SIGSTOP)
@@ -68,9 +67,16 @@ while running:
         if not os.WIFSTOPPED(status):
             running.discard(child)
     most, looks = max(most, held(ROOT)), looks + 1
+    if running and killed < KILLS:
+        child = random.choice(sorted(running))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        killed += 1
+        running = running - {{child}} | {{begin(WRITERS + killed)}}
     for child in running:
         os.kill(child, signal.SIGCONT)
     time.sleep(0.002)
+os.close(pipe)
 rows = [json.loads(row) for row in open(read)]
 print(json.dumps([most, looks, *map(sum, zip(*rows))]))
 """
@@ -107,7 +113,14 @@ class Contention:
 
 
 def contend(
-    folder: Path, *, quota: int, writers: int, tokens: int, seconds: float, limit: str = "quota"
+    folder: Path,
+    *,
+    quota: int,
+    writers: int,
+    tokens: int,
+    seconds: float,
+    limit: str = "quota",
+    kills: int = 0,
 ) -> Contention:
     """Let processes put chunks into a folder for a time.
 
@@ -118,9 +131,10 @@ def contend(
         tokens: Length of every chunk.
         seconds: How long they write.
         limit: Which limit of the store it is: "quota" or "max_bytes".
+        kills: How many of them are killed at some moment, and replaced by others.
     """
     (folder / "kv").mkdir(parents=True)
-    arguments = json.dumps([str(folder / "kv"), quota, writers, tokens, seconds, limit])
+    arguments = json.dumps([str(folder / "kv"), quota, writers, tokens, seconds, limit, kills])
     status, printed, errors = forks.run(_SAMPLER.format(arguments=arguments), folder)
     if status:
         raise RuntimeError(errors)

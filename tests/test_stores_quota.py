@@ -58,6 +58,40 @@ def test_writers_stay_below_the_limit_on_all_namespaces_at_every_moment(tmp_path
     done.check(2_000_000, 3, 512)
 
 
+@pytest.mark.parametrize("limit", ["quota", "max_bytes"])
+def test_law_what_killed_writers_left_counts_as_what_others_write(
+    tmp_path: Path, limit: str
+) -> None:
+    """A hundred kills in the middle of chunks that are a quarter of the limit."""
+    options: dict[str, Any] = {"writers": 3, "tokens": 30_000, "limit": limit, "kills": 100}
+    done = contend(tmp_path / "q", quota=24_000_000, seconds=2, **options)
+    done.check(24_000_000, 3, 30_000)
+
+
+@pytest.mark.parametrize("limit", ["quota", "max_bytes"])
+@pytest.mark.parametrize("age", [0.0, 100.0])
+@pytest.mark.parametrize("folder", [0, 1, 2], ids=["of chunks", "of a spec", "of a namespace"])
+def test_what_killed_writers_left_counts_from_the_next_look_on(
+    tmp_path: Path, folder: int, age: float, limit: str
+) -> None:
+    options: dict[str, Any] = {limit: 20 * SIZE}
+    store = DiskStore(tmp_path, durable=False, **options)
+    for seed in range(17):
+        assert store.put(*small(seed))
+    place = store.path(small(0)[0]).parents[folder]
+    for number in range(10):
+        path = place / f".tmp-{number:032x}"
+        path.write_bytes(b"x" * SIZE)
+        os.utime(path, (time.time() - age, time.time() - age))
+    for seed in range(17, 20):  # a tenth of the limit is written before somebody looks around
+        assert store.put(*small(seed))
+    for seed in range(20, 60):
+        assert store.put(*small(seed))
+        assert held(tmp_path) <= 20 * SIZE
+    left = list(tmp_path.rglob(".tmp*"))
+    assert len(left) == (0 if age else 10), "who may still be writing is left alone"
+
+
 # One process.
 
 
