@@ -98,7 +98,10 @@ def test_questions_of_other_lengths_in_bfloat16_stay_finite(name: str) -> None:
         answers = engine.generate_batch(questions, max_new_tokens=1, logits_processor=[seen])
         assert {answer.metrics.rotation for answer in answers} == {rotation}
         steps.append(seen.steps[0])
-    assert (steps[0] - steps[1]).std() < 0.05 * steps[0].std()
+    assert all(bool(step.isfinite().all()) for step in steps)
+    # By rows: in 16 bits a near tie sends a token of one question to another expert.
+    off = (steps[0] - steps[1]).std(-1) / steps[0].std(-1)
+    assert float(off.median()) < 0.05
 
 
 @pytest.mark.parametrize("name", [name for name in SEVERAL if name not in NOT_DEFERRED])

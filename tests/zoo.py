@@ -310,46 +310,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "learned absolute positions",
     ),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "learned absolute positions"),
-    "mamba": ("mamba", {"state_size": 8}, "state"),
-    "jamba": (
-        "jamba",
-        {
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_d_state": 8,
-            "use_mamba_kernels": False,
-        },
-        "recurrent state",
-    ),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            "head_dim": 16,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            **_MOE,
-        },
-        "recurrent state",
-    ),
-    "falcon_h1": (
-        "falcon_h1",
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
-        "recurrent state",
-    ),
-    "qwen3_5": ("qwen3_5_text", {"head_dim": 16}, "recurrent state"),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {
-            "layer_types": ["mamba", "attention"] * 2,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 32,
-            "mamba_d_state": 8,
-            "shared_intermediate_size": 32,
-            **_LOCAL,
-        },
-        "recurrent state",
-    ),
     "minimax": (
         "minimax",
         {
@@ -365,8 +325,177 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "layer_types": ["full_attention"] * 4, "block_size": 16, **_LOCAL},
         "takes no cache but its own",
     ),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "recurrent state"),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
+}
+
+_GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_EXPERTS = {**_MOE, "moe_intermediate_size": 32}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_KIMI = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    **_LOCAL,
+}
+# Where the published models have it: three recurrent layers, then one that attends.
+_THREE_OF_FOUR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+# The last layer that keeps anything keeps a state.
+_STATE_LAST = {"layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2}
+
+# name -> (model type, changes to BASE, kind of recurrence)
+HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3_5": ("qwen3_5_text", {"head_dim": 16, **_THREE_OF_FOUR, **_GATED_DELTA}, "gated delta"),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {"head_dim": 16, **_THREE_OF_FOUR, **_GATED_DELTA, **_SHARED},
+        "gated delta, experts",
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {"head_dim": 16, **_THREE_OF_FOUR, **_GATED_DELTA, **_SHARED},
+        "gated delta, experts",
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {**_THREE_OF_FOUR, **_GATED_DELTA, "linear_num_key_heads": 4},
+        "gated delta with negative eigenvalues",
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**_KIMI, **_THREE_OF_FOUR, "linear_head_dim": 16, "linear_num_heads": 4},
+        "Kimi delta, MLA",
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {**_KIMI, **_STATE_LAST, "head_dim": 16, "first_k_dense_replace": 1},
+        "Kimi delta, MLA",
+    ),
+    "bamba": ("bamba", {"attn_layer_indices": [1, 3], **_MAMBA2}, "Mamba2"),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_STATE_LAST, "shared_intermediate_size": 32, **_LOCAL, **_MAMBA2},
+        "Mamba2, experts",
+    ),
+    "falcon_h1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 128}, "Mamba2 beside attention"),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "moe"),
+                *("linear_attention", "full_attention", "mlp", "linear_attention"),
+            ],
+            "head_dim": 16,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_hidden_layers": None,
+        },
+        "Mamba2, layers that keep nothing",
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "chunk_size": 16,
+            "use_mem_rope": True,
+            "num_key_value_heads": 4,
+        },
+        "Mamba2 beside shared attention",
+    ),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        "Mamba2, no attention",
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+        },
+        "Mamba1, experts",
+    ),
+    "zamba": (
+        "zamba",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "num_key_value_heads": 4,
+        },
+        "Mamba1 in heads, beside shared attention",
+    ),
+    "mamba": ("mamba", {"state_size": 8}, "Mamba1, no attention"),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 8}, "Mamba1, no attention"),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
+        "short convolution",
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, **_EXPERTS},
+        "short convolution, experts",
+    ),
+    "lfm3": (
+        "lfm3",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+        },
+        "short convolution, sliding window",
+    ),
+    "zaya": (
+        "zaya",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "router_hidden_size": 32,
+            "moe_intermediate_size": 32,
+        },
+        "convolution and shift inside attention",
+    ),
+    "minimax": (
+        "minimax",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "block_size": 16,
+            **_LOCAL,
+        },
+        "lightning",
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            "block_types": ["recurrent", "attention"],
+            "lru_width": 64,
+            "attention_window_size": 1024,
+        },
+        "RG-LRU",
+    ),
 }
 
 # Families whose attention counts places: nothing can stand at another position than its place.
@@ -384,7 +513,7 @@ SEVERAL = (
     *("gptj", "bloom"),
 )
 # Not every transformers that is allowed has all of them.
-for _rows in (FAMILIES, REFUSED):
+for _rows in (FAMILIES, REFUSED, HYBRIDS):
     for _name in [name for name, row in _rows.items() if row[0] not in CONFIG_MAPPING]:
         del _rows[_name]
 
@@ -395,13 +524,16 @@ def build(
     """A model of the family with random parameters, norms and biases included.
 
     Args:
-        name: In `FAMILIES` or `REFUSED`.
+        name: In `FAMILIES`, `REFUSED` or `HYBRIDS`.
         dtype: Of the parameters.
         seed: Of the random numbers.
         width: Of a head; None for the family's own.
     """
-    model_type, changes, _ = {**FAMILIES, **REFUSED}[name]
-    config = CONFIG_MAPPING[model_type](**{**BASE, **changes, **_wide(width)})
+    model_type, changes, _ = {**FAMILIES, **REFUSED, **HYBRIDS}[name]
+    arguments = {**BASE, **changes, **_wide(width)}
+    config = CONFIG_MAPPING[model_type](
+        **{key: value for key, value in arguments.items() if value is not None}
+    )
     note_training(config, blocks=True)  # the laws are about plain reuse
     torch.manual_seed(seed)
     try:
@@ -433,6 +565,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, device="cpu")
             noise = noise.to(parameter.device)
+            if _lives(model, name, parameter, noise):
+                continue
             if parameter.ndim < 2:
                 scale = 0.25 if "norm" in name or "ln" in name else 0.1
                 parameter.add_(scale * noise)
@@ -440,6 +574,27 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             fan = parameter.shape[-1] if parameter.ndim == 2 else parameter.shape[-2]
             scale = 1.0 if "embed" in name or "wte" in name else fan**-0.5
             parameter.copy_(noise * scale * (2.0 if any(a in name for a in attention) else 1.0))
+
+
+def _lives(model: torch.nn.Module, name: str, parameter: torch.Tensor, noise: torch.Tensor) -> bool:
+    """Set what decays a recurrent state, so that it lives for some hundred tokens.
+
+    With the families' own initial values nearly nothing of a state is left behind a chunk, and any
+    law would hold.
+    """
+    leaf = name.rsplit(".", 1)[-1]
+    is_bounded = bool(getattr(model.config, "kda_safe_gate", False))
+    if leaf == "A_log":  # of a rate per token; bounded: -5 * sigmoid(exp(A_log) * (x + dt_bias))
+        parameter.copy_(noise * 0.2 if is_bounded else noise * 0.7 - 4.5)
+    elif leaf in ("dt_bias", "dt_proj_bias"):
+        parameter.copy_(noise * 0.5 - (6.0 if is_bounded else 0.0))
+    elif leaf == "recurrent_param":  # softplus(-7) * 8 = 0.007 a token
+        parameter.copy_(noise * 0.5 - 6.0)
+    elif "conv" in name and parameter.ndim == 3:
+        parameter.copy_(noise * 0.5)
+    else:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)

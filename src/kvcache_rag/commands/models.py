@@ -72,7 +72,7 @@ def _describe(name: str, model: TransformersModel) -> Iterator[str]:
 
 
 def _describe_layout(layout: ModelLayout) -> Iterator[str]:
-    shared = sum(kind.shared for kind in layout.kinds)
+    shared = sum(kind.keeps == "nothing" for kind in layout.kinds)
     yield f"layers          {len(layout.kinds)}" + (
         f", {shared} of them read another layer's cache" if shared else ""
     )

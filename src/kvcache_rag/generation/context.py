@@ -16,7 +16,7 @@ import torch
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.attention.scaled import weighed_chunks
-from kvcache_rag.models.cache import buffer_cache
+from kvcache_rag.models.cache import buffer_cache, held_state, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
 from kvcache_rag.models.deferred.support import (
     deferral_refusal,
@@ -28,6 +28,7 @@ from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
 from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.recompute import chosen_tokens, recompute
+from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class ContextRow:
         scorer_misses: Chunks that a scorer had to prefill first.
         heard_query: Whether the choice was made by what the query asks (`RowSignals.heard_query`).
         is_copy: Whether all that was done for another row of the batch.
+        is_advanced: Whether the query but its last token was computed by itself.
     """
 
     ids: Tensor
@@ -117,6 +119,7 @@ class ContextRow:
     scorer_misses: int = 0
     heard_query: bool = False
     is_copy: bool = False
+    is_advanced: bool = False
 
     @property
     def missing(self) -> int:
@@ -124,7 +127,7 @@ class ContextRow:
 
         The query; its last token, once tokens were computed again and the query with them.
         """
-        is_query = self.selected is None or self.is_copy
+        is_query = not self.is_advanced and (self.selected is None or self.is_copy)
         return self.shape.tokens - self.shape.context_tokens if is_query else 1
 
     @property
@@ -205,7 +208,13 @@ class Context:
             ]
             for row in self.rows
         ]
-        return segments_cache(layout, rows, width - longest, keep, self.buffer)
+        cache = segments_cache(layout, rows, width - longest, keep, self.buffer)
+        for number, row in enumerate(rows):
+            if row:
+                states = self.buffer.single(number, 0).states
+                compose(layout.states, [segment.chunk for segment in row], states)
+                remember(cache, self.buffer.layer_states())
+        return cache
 
     def attended(self) -> AbstractContextManager[object]:
         """What forward passes run in, with the attention that they need in force.
@@ -362,6 +371,8 @@ class ContextFiller:
         if self.rotation == "copied":
             return 'the engine was made with rotation="copied"'
         request = prompts[0].request
+        if len(prompts) > 1 and self.model.recurrent is not None:
+            return "queries of a batch run through recurrent layers one by one"
         if request.policy.scaling is not None:
             return f"{request.policy!r} weighs chunks against the rest"
         if not all(prompt.policy.is_reuse for prompt in prompts):
@@ -441,6 +452,8 @@ class ContextFiller:
             rows.append(row)
             if row.can_be_copied:
                 known[prompt.chunks] = row
+        if len(rows) > 1 and self.model.recurrent is not None:
+            rows = [self._advanced(row) for row in rows]
         return Context(self.model, rows, "copied", buffer, why)
 
     def choose(self, prompt: Prompt) -> ContextRow:
@@ -490,6 +503,23 @@ class ContextFiller:
         self.model.wait()
         seconds = time.perf_counter() - started
         return replace(row, recomputing=seconds, recomputed_tokens=int(row.selected.sum()))
+
+    def _advanced(self, row: ContextRow) -> ContextRow:
+        """Compute the query but its last token; a batch's padding must not run through a state."""
+        if row.stitched is None:
+            return row
+        started, buffer = time.perf_counter(), row.stitched.buffer
+        context, stop = row.shape.context_tokens, row.shape.tokens - 1
+        cache = buffer_cache(buffer, self.model.measured.kinds, context)
+        if stop > context:
+            places = torch.arange(context, stop)
+            self.model.forward(row.ids[None, context:stop], cache, places, keep=1)
+        for layer, places_of in buffer.layer_states().items():
+            for place, held in zip(places_of, held_state(cache, layer), strict=True):
+                if place is not None:
+                    place.copy_(torch.zeros_like(place) if held is None else held)
+        self.model.wait()
+        return replace(row, recomputing=time.perf_counter() - started, is_advanced=True)
 
     def _copy(self, source: ContextRow, place: KVBuffer, prompt: Prompt) -> ContextRow:
         """Fill a row with what another one holds whose chunks are the same.

@@ -6,7 +6,7 @@ ever concatenated.  A buffer may hold several rows (a batch).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,19 +24,22 @@ class KVBuffer:
             apart as `[layers, rows, heads, capacity, width]`.
         rows: Number of prompts.
         capacity: Tokens per prompt.
+        states: Per group of recurrent layers the `window` and `state` behind what a row holds,
+            `[layers, rows, ...]`, what there is of them.
     """
 
     layout: ChunkLayout
     tensors: tuple[tuple[Tensor, ...], ...]
     rows: int
     capacity: int
+    states: tuple[dict[str, Tensor], ...] = ()
 
     @classmethod
     def allocate(
         cls, layout: ChunkLayout, rows: int, capacity: int, device: torch.device | str
     ) -> KVBuffer:
         """A new zeroed buffer: padding must hold finite numbers, since a mask cannot hide a NaN."""
-        groups = []
+        groups, states = [], []
         # Outside inference mode, so that it can be used in and out of it.
         with torch.inference_mode(mode=False):
             for group in layout.groups:
@@ -45,7 +48,17 @@ class KVBuffer:
                 groups.append(
                     tuple(torch.zeros(shape, dtype=layout.dtype, device=device) for shape in shapes)
                 )
-        return cls(layout, tuple(groups), rows, capacity)
+            for kept in layout.states:
+                # In the model's own dtype, in which it goes on from there.
+                dtypes = {"window": kept.window and kept.window[0], "state": kept.kept}
+                states.append(
+                    {
+                        name: torch.zeros((shape[0], rows, *shape[1:]), dtype=dtypes[name], device=device)
+                        for name, (_, shape) in kept.parts.items()
+                        if name in dtypes
+                    }
+                )
+        return cls(layout, tuple(groups), rows, capacity, tuple(states))
 
     def narrowed(self, rows: int) -> KVBuffer:
         """The first `rows` rows, as views."""
@@ -54,7 +67,7 @@ class KVBuffer:
         tensors = tuple(
             tuple(part[..., :rows, :, :, :] for part in group) for group in self.tensors
         )
-        return KVBuffer(self.layout, tensors, rows, self.capacity)
+        return replace(self, tensors=tensors, rows=rows, states=self._states(slice(rows)))
 
     def single(self, row: int, start: int) -> KVBuffer:
         """The places of one row from `start` on, as views: a buffer of one prompt."""
@@ -62,13 +75,22 @@ class KVBuffer:
             tuple(part[..., row : row + 1, :, start:, :] for part in group)  # one row is left
             for group in self.tensors
         )
-        return KVBuffer(self.layout, tensors, 1, self.capacity - start)
+        states = self._states(slice(row, row + 1))
+        return KVBuffer(self.layout, tensors, 1, self.capacity - start, states)
+
+    def _states(self, rows: slice) -> tuple[dict[str, Tensor], ...]:
+        return tuple(
+            {name: tensor[:, rows] for name, tensor in group.items()} for group in self.states
+        )
 
     def copy_first(self, other: KVBuffer, tokens: int) -> None:
         """Take over the first `tokens` places of a buffer of as many rows."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             for target, source in zip(mine, theirs, strict=True):
                 target[..., :tokens, :].copy_(source[..., :tokens, :])
+        for own, other_states in zip(self.states, other.states, strict=True):
+            for name, tensor in own.items():
+                tensor.copy_(other_states[name])
 
     def slots(self) -> dict[int, tuple[Tensor, Tensor]]:
         """K and V of each layer, `(rows, heads, capacity, width)`, as views."""
@@ -81,6 +103,17 @@ class KVBuffer:
                     else (tensors[0][place], tensors[1][place])  # of [layers, rows, ...] each
                 )
         return slots
+
+    def layer_states(self) -> dict[int, tuple[Tensor | None, Tensor | None]]:
+        """Window and state of each recurrent layer, `(rows, ...)`, as views."""
+        return {
+            layer: (
+                group["window"][place] if "window" in group else None,
+                group["state"][place] if "state" in group else None,
+            )
+            for kept, group in zip(self.layout.states, self.states, strict=True)
+            for place, layer in enumerate(kept.layers)
+        }
 
     def view(
         self,
@@ -103,4 +136,10 @@ class KVBuffer:
         views = tuple(
             tuple(tensor[..., row, :, start:stop, :] for tensor in group) for group in self.tensors
         )
-        return ChunkKV(self.layout, tokens, local_start, views)
+        # States have no place among those of tokens: memory of their own.
+        device = tokens.device if not self.tensors else self.tensors[0][0].device
+        states = tuple(
+            tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in group.parts.values())
+            for group in self.layout.states
+        )
+        return ChunkKV(self.layout, tokens, local_start, (*views, *states))

@@ -2,7 +2,9 @@
 
 This module knows nothing of models, files or frameworks.  Tensors are grouped by layers of one
 shape and one rotation (`GroupLayout`), because models mix local and global layers; a group is one
-tensor, so that a chunk is read with few system calls and moved with one multiplication.
+tensor, so that a chunk is read with few system calls and moved with one multiplication.  Recurrent
+layers keep no tensor per token; what they keep of a chunk (`StateLayout`) follows in further
+groups, which whoever copies, stores or sends chunks need not tell from the others.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import struct
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,52 +59,108 @@ class GroupLayout:
         )
 
 
+TransitionForm = Literal["none", "scale", "left", "right"]
+"""How the state before a chunk gets into the state behind it: not at all, multiplied by numbers, or
+by a matrix from the left or the right."""
+
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
-class ChunkLayout:
-    """Shapes and dtype of every tensor of a chunk, up to its number of tokens.
+class StateLayout:
+    """What recurrent layers of one shape keep of a chunk, however long it is.
+
+    A layer is affine in the state before the chunk, with everything else as computed from the chunk
+    itself: behind it the state is `final + A (before - beginning)`, where `beginning` is the state
+    behind the prefix and `A` the product of all tokens' transitions.
 
     Attributes:
-        groups: Layers by shape.
+        layers: Indices of the model's layers, ascending.
+        window: Dtype and shape `(channels, width)` of the last inputs of a convolution, or None.
+        state: Dtype and shape of the final state of a layer as it is stored, or None.
+        transition: Dtype and shape of `A` as it is stored, or None.
+        form: How `A` is applied.
+        kept: Dtype in which the model keeps a state; None without one.
+    """
+
+    layers: tuple[int, ...]
+    window: TensorSpec | None
+    state: TensorSpec | None
+    transition: TensorSpec | None
+    form: TransitionForm
+    kept: torch.dtype | None
+
+    @property
+    def parts(self) -> dict[str, TensorSpec]:
+        """Dtype and shape `[layers, ...]` of what there is, by name."""
+        found = {"window": self.window, "state": self.state, "transition": self.transition}
+        return {
+            name: (spec[0], (len(self.layers), *spec[1]))
+            for name, spec in found.items()
+            if spec is not None
+        }
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Shapes and dtypes of every tensor of a chunk, up to its number of tokens.
+
+    Attributes:
+        groups: Layers that keep keys and values, by shape.
         dtype: Of keys and values.
+        states: Recurrent layers, by shape.
     """
 
     groups: tuple[GroupLayout, ...]
     dtype: torch.dtype
+    states: tuple[StateLayout, ...] = ()
 
-    def shapes(self, tokens: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Shapes of the tensors of a chunk of `tokens` tokens, one tuple per group."""
-        return tuple(map(methodcaller("shapes", tokens), self.groups))
+    def specs(self, tokens: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Dtypes and shapes of the tensors of a chunk of `tokens` tokens, one tuple per group."""
+        of_tokens = tuple(
+            tuple((self.dtype, shape) for shape in group.shapes(tokens)) for group in self.groups
+        )
+        return (*of_tokens, *(tuple(state.parts.values()) for state in self.states))
 
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Names per group: `kv`, or `k` and `v`; with `.index` when there are several."""
+        """Names per group: `kv`, or `k` and `v`; with `.index` when there are several.
+
+        Those of recurrent layers are `window.index`, `state.index` and `transition.index`.
+        """
         tails = (
             [""] if len(self.groups) == 1 else [f".{index}" for index in range(len(self.groups))]
         )
-        return tuple(
+        of_tokens = tuple(
             (f"kv{tail}",) if group.is_fused else (f"k{tail}", f"v{tail}")
             for group, tail in zip(self.groups, tails, strict=True)
         )
+        return (*of_tokens, *(tuple(names) for names in map(self.state_names, range(len(self.states)))))
+
+    def state_names(self, index: int) -> dict[str, str]:
+        """Names in a file of the tensors of a group of recurrent layers, and what each is."""
+        return {f"{part}.{index}": part for part in self.states[index].parts}
 
     def empty(
         self, tokens: int, device: torch.device | str = "cpu"
     ) -> tuple[tuple[Tensor, ...], ...]:
         """Uninitialised tensors for a chunk of `tokens` tokens, one tuple per group."""
         return tuple(
-            tuple(torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes)
-            for shapes in self.shapes(tokens)
+            tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in group)
+            for group in self.specs(tokens)
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the K and V of a chunk of `tokens` tokens."""
-        elements = sum(
-            torch.Size(shape).numel() for group in self.groups for shape in group.shapes(tokens)
+        """Bytes of the tensors of a chunk of `tokens` tokens."""
+        return sum(
+            torch.Size(shape).numel() * dtype.itemsize
+            for group in self.specs(tokens)
+            for dtype, shape in group
         )
-        return elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """Keys and values of one chunk, with keys standing at their local positions.
+    """What layers keep of one chunk: keys and values, with keys at their local positions, and states.
 
     Attributes:
         layout: Shapes and dtype of the tensors.
@@ -110,7 +168,7 @@ class ChunkKV:
         start: Position of the first token when the keys were computed (the length of the prefix).
         tensors: Per group one fused tensor `[layers, 2, heads, tokens, width]`, or K and V
             apart.  They may be strided views into a larger buffer; a stored chunk is never written
-            to.
+            to.  Behind them, per group of recurrent layers, what `StateLayout.parts` says.
     """
 
     layout: ChunkLayout
@@ -120,11 +178,11 @@ class ChunkKV:
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return self.tensors[0][0].shape[-2]
+        return self.tokens.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V tensors."""
+        """Bytes of the tensors."""
         return self.layout.nbytes(self.tokens.shape[0])
 
     def keys(self, group: int) -> Tensor:
@@ -136,6 +194,15 @@ class ChunkKV:
         """V slot of a group, `[layers, heads, tokens, width]`, a view."""
         tensors = self.tensors[group]
         return tensors[0][:, 1] if len(tensors) == 1 else tensors[1]
+
+    @property
+    def states(self) -> tuple[Mapping[str, Tensor], ...]:
+        """Per group of recurrent layers its `window`, `state` and `transition`, what there is."""
+        behind = self.tensors[len(self.layout.groups) :]
+        return tuple(
+            dict(zip(state.parts, tensors, strict=True))
+            for state, tensors in zip(self.layout.states, behind, strict=True)
+        )
 
     def copy_from(self, other: ChunkKV) -> None:
         """Copy the tensors of `other`, of the same layout and length, into this chunk's memory."""

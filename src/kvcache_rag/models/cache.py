@@ -2,12 +2,14 @@
 
 A layer of ours keeps its tokens in a preallocated buffer and appends in place.  It never drops
 tokens, not even for sliding windows: the models' own masks add the window by index.  Passes over
-chosen tokens put them back in place, or only look at them.
+chosen tokens put them back in place, or only look at them.  What recurrent layers remember lies in
+layers of their own, or beside keys and values.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,10 +21,12 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.rotation import LayerKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from kvcache_rag.kv.buffer import KVBuffer
 
 
-_NAMES: Final = ("cache", "past_key_values")
+_NAMES: Final = ("cache", "past_key_values", "cache_params")
 CACHE_NAME: Final = next(
     name
     for name in _NAMES
@@ -51,6 +55,19 @@ DummyLayer: Any = getattr(cache_utils, "DummyLayer", _Missing)
 LinearAttentionCacheLayerMixin: Any = getattr(
     cache_utils, "LinearAttentionCacheLayerMixin", _Missing
 )
+_RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", _Missing)
+_BOTH: Final = tuple(
+    getattr(cache_utils, f"LinearAttentionAnd{name}AttentionLayer", _Missing)
+    for name in ("Full", "SlidingWindow")
+)
+
+
+def _knows_states() -> bool:
+    """Whether this transformers keeps states in the way that is written here, as 5.23 does."""
+    update = getattr(_RecurrentLayer, "update_conv_state", None)
+    return update is not None and {"state_idx", "conv_kernel_size"} <= {
+        *inspect.signature(update).parameters
+    }
 
 
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
@@ -71,20 +88,16 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     kinds = []
     for index, (layer, layer_type) in enumerate(zip(layers, types, strict=False)):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise UnsupportedModelError(
-                f"{name}: layer {index} keeps a recurrent state ({type(layer).__name__}), "
-                "which cannot be cut "
-                "into chunks"
-            )
+            kinds.append(_recurrent_kind(name, index, layer))
         # Exactly these classes: one derived from them may keep something else.
-        if type(layer) is DynamicSlidingWindowLayer and layer_type == "chunked_attention":
+        elif type(layer) is DynamicSlidingWindowLayer and layer_type == "chunked_attention":
             kinds.append(LayerKind(limit=int(layer.sliding_window)))
         elif type(layer) is DynamicSlidingWindowLayer:
             kinds.append(LayerKind(window=int(layer.sliding_window)))
         elif type(layer) is DynamicLayer:
             kinds.append(LayerKind())
         elif isinstance(layer, DummyLayer):
-            kinds.append(LayerKind(shared=True))
+            kinds.append(LayerKind(keeps="nothing"))
         else:
             described = layer_type or type(layer).__name__
             raise UnsupportedModelError(
@@ -94,6 +107,25 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     if not kinds:
         raise UnsupportedModelError(f"{name}: layer 0 keeps no keys and values")
     return tuple(kinds)
+
+
+def _recurrent_kind(name: str, index: int, layer: Any) -> LayerKind:
+    kind = type(layer)
+    if not _knows_states():
+        raise UnsupportedModelError(
+            f"{name}: layer {index} keeps a recurrent state ({kind.__name__}), whose chunks need "
+            "transformers 5.23 or newer"
+        )
+    if getattr(layer, "number_of_states", 1) != 1:
+        raise UnsupportedModelError(f"{name}: layer {index} keeps several recurrent states")
+    if kind is _RecurrentLayer:
+        return LayerKind(keeps="state")
+    if kind in _BOTH:
+        window = getattr(layer, "sliding_window", None)
+        return LayerKind(window=None if window is None else int(window), keeps="both")
+    raise UnsupportedModelError(
+        f"{name}: layer {index} keeps a recurrent state of an unknown kind ({kind.__name__})"
+    )
 
 
 class HaltedError(Exception):
@@ -188,6 +220,112 @@ class BufferLayer(DynamicLayer):
         self._replace(keys.index_select(0, rows), values.index_select(0, rows))
 
 
+class StateLayer(_RecurrentLayer):  # type: ignore[misc]  # not in every transformers
+    """A cache layer of what a recurrent layer remembers.
+
+    Attributes:
+        touched: Called when a module writes to it.
+    """
+
+    touched: Callable[[], None] | None = None
+
+    def remember(self, window: Tensor | None, state: Tensor | None) -> None:
+        """Go on from copies of a window `(rows, channels, width)` and a state `(rows, ...)`.
+
+        Copies, as transformers writes in place; with neither it begins at nothing.
+        """
+        # Outside inference mode, so that they can be written in and out of it.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            window, state = (None if one is None else one.clone() for one in (window, state))
+        self.has_previous_state[0] = window is not None or state is not None
+        for one in (state, window):
+            if one is not None:
+                self.dtype, self.device = one.dtype, one.device
+        if window is not None:
+            self.conv_states[0], self.conv_kernel_size[0] = window, window.shape[-1]
+            self.is_conv_states_initialized[0] = True
+        if state is not None:
+            self.recurrent_states[0] = state
+            self.is_recurrent_states_initialized[0] = True
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, and say so."""
+        if self.touched is not None:
+            self.touched()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, and say so."""
+        if self.touched is not None:
+            self.touched()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, for beams."""
+        self._change(lambda one: one.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._change(lambda one: one[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            if states[0] is not None:
+                states[0] = change(states[0])
+
+
+@cache
+def beside_state(kind: type[DynamicLayer]) -> Any:
+    """The class of layers that keep keys and values as `kind` does, and a state beside them."""
+
+    class BothLayer(StateLayer, kind):  # type: ignore[misc,valid-type]  # made of a variable
+        is_compileable = False
+
+        def __init__(self, *args: Any) -> None:
+            StateLayer.__init__(self)
+            kind.__init__(self, *args)
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            # Of keys and values by place, of states by name, as transformers calls it.
+            (kind if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            StateLayer.reorder_cache(self, beam_idx)
+            kind.reorder_cache(self, beam_idx)
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            StateLayer.batch_repeat_interleave(self, repeats)
+            kind.batch_repeat_interleave(self, repeats)
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            StateLayer.batch_select_indices(self, indices)
+            kind.batch_select_indices(self, indices)
+
+    return BothLayer
+
+
+def bare_layer(kind: LayerKind) -> Any:
+    """A layer that keeps no keys and values of its own: a state, or nothing."""
+    return StateLayer() if kind.has_state else DummyLayer()
+
+
+def layer_of(kind: LayerKind, own: type[DynamicLayer], *args: Any) -> Any:
+    """A layer that keeps keys and values as `own` does, with a state where there is one."""
+    return (beside_state(own) if kind.has_state else own)(*args)
+
+
+def held_state(cache: Cache, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """What a layer of a cache remembers, not copied: `(rows, channels, width)` and `(rows, ...)`."""
+    own = cache.layers[layer]
+    return own.conv_states[0], own.recurrent_states[0]
+
+
+def remember(cache: Cache, states: Mapping[int, tuple[Tensor | None, Tensor | None]]) -> None:
+    """Let the recurrent layers of a cache go on from copies of these windows and states."""
+    for layer, (window, state) in states.items():
+        cache.layers[layer].remember(window, state)
+
+
 def _grown(buffer: Tensor, capacity: int) -> Tensor:
     # All of it: columns that an update keeps lie behind the held ones.
     # (rows, heads, capacity, width); zeros, because no mask hides a NaN
@@ -223,17 +361,22 @@ def buffer_cache(
     slots = buffer.slots()
     layers: list[Any] = []
     for index, kind in enumerate(kinds):
-        if kind.shared:
-            layers.append(DummyLayer())
+        if not kind.has_kv:
+            layers.append(bare_layer(kind))
             continue
         # Its K and V are views: what the layer appends is in the buffer, until it outgrows that.
-        layer = BufferLayer(*slots[index], length)
+        layer = layer_of(kind, BufferLayer, *slots[index], length)
         layer.keep = keep
         layers.append(layer)
-    if halts:
-        # Behind it there are at most layers that share another's keys and values.
-        next(layer for layer in reversed(layers) if isinstance(layer, BufferLayer)).halts = True
-    return Cache(layers=layers)
+    cache = Cache(layers=layers)
+    if length:
+        remember(cache, buffer.layer_states())
+    last = max((index for index, kind in enumerate(kinds) if kind.keeps != "nothing"))
+    if halts and kinds[last].keeps == "kv":
+        # Behind it there are at most layers that share another's keys and values; a state that is
+        # kept there, or beside these keys, would be missed.
+        layers[last].halts = True
+    return cache
 
 
 def stock_cache(config: Any) -> Cache:
@@ -244,21 +387,26 @@ def stock_cache(config: Any) -> Cache:
 def takes_back(cache: Cache) -> bool:
     """Whether tokens can be dropped from the end: not where a layer lets go of earlier ones."""
     return all(
-        isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        isinstance(layer, DynamicLayer)
+        and not isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin))
         for layer in cache.layers
     )
 
 
 def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
     """An empty cache whose layers keep every token, whatever their window."""
-    return Cache(layers=[DummyLayer() if kind.shared else DynamicLayer() for kind in kinds])
+    return Cache(
+        layers=[
+            layer_of(kind, DynamicLayer) if kind.has_kv else bare_layer(kind) for kind in kinds
+        ]
+    )
 
 
 def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:
     """K and V of every layer, `(rows, heads, tokens, width)`; None for layers that keep none."""
     tensors: list[tuple[Tensor, Tensor] | None] = []
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, DummyLayer):
+        if not isinstance(layer, DynamicLayer):
             tensors.append(None)
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -336,8 +484,8 @@ def recompute_cache(
     last = max(slots)
     layers: list[Any] = []
     for index, kind in enumerate(kinds):
-        if kind.shared:
-            layers.append(DummyLayer())
+        if not kind.has_kv:
+            layers.append(bare_layer(kind))
             continue
         layer = RecomputeLayer(*slots[index], length, places)
         layer.halts = halts and index == last  # the last one that keeps any
@@ -350,7 +498,7 @@ def tapped_cache(kinds: tuple[LayerKind, ...], layer: int) -> tuple[Cache, Tappe
     tapped = TappedLayer()  # type: ignore[no-untyped-call]  # untyped in transformers
     make: Any = PassingLayer
     layers: list[Any] = [
-        tapped if index == layer else DummyLayer() if kind.shared else make()
+        tapped if index == layer else make() if kind.has_kv else bare_layer(kind)
         for index, kind in enumerate(kinds)
     ]
     return Cache(layers=layers), tapped

@@ -26,19 +26,24 @@ from kvcache_rag.models.cache import (
     buffer_cache,
     cache_name,
     growing_cache,
+    held_state,
     layer_kinds,
     layer_tensors,
+    remember,
 )
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
+from kvcache_rag.models.states import RecurrentLayers, State, measure_states
 from kvcache_rag.models.undisturbed import undisturbed
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from kvcache_rag.models.rotation import LayerGroup, ModelLayout
+    from kvcache_rag.kv.chunk import ChunkLayout
+    from kvcache_rag.models.rotation import LayerGroup, LayerKind, ModelLayout
 
     MaskArgument = Tensor | dict[str, Tensor] | PlacedMask
 
@@ -61,7 +66,8 @@ class TransformersModel:
     Attributes:
         model: The transformers model, as it is; of a PEFT model, the one inside, whose layers are
             the adapter's.
-        layout: What was measured, or None when the model keeps no keys and values per token.
+        layout: What was measured, or None when nothing can be captured.
+        recurrent: Its recurrent layers; None without any.
         refusal: Why nothing can be captured, or "".
         device: Where inputs go.
         takes_positions: Whether its forward pass can be told positions.
@@ -97,6 +103,7 @@ class TransformersModel:
         self._takes_keep = "logits_to_keep" in parameters
         self._cache_name = cache_name(model.forward)
         self.layout: ModelLayout | None = None
+        self.recurrent: RecurrentLayers | None = None
         self.refusal = ""
         try:
             with self.computing():
@@ -106,6 +113,9 @@ class TransformersModel:
 
     def _measure(self) -> ModelLayout:
         kinds = layer_kinds(self.model.config)
+        recurring = [index for index, kind in enumerate(kinds) if kind.has_state]
+        if recurring:
+            self.recurrent = self._measured_states(kinds, recurring)
 
         def capture(ids: Tensor, start: int) -> list[LayerCache]:
             cache = growing_cache(kinds)
@@ -124,7 +134,13 @@ class TransformersModel:
             is_asked = places >= others
             seen = (places[:, None] >= places) & (is_asked[:, None] == is_asked)  # (tokens, tokens)
             whole = torch.cat([ids[:, :1].expand(1, others), ids], 1)  # (1, tokens)
-            self.forward(whole, cache, places, mask=PlacedMask(self._added(seen)), keep=1)
+            if recurring:  # these would carry the others on: they begin anew at what is asked
+                self.forward(whole[:, :others], cache, places[:others], keep=1)
+                remember(cache, dict.fromkeys(recurring, (None, None)))
+                mask = self._added(seen[others:])
+                self.forward(ids, cache, places[others:], mask=mask, keep=1)
+            else:
+                self.forward(whole, cache, places, mask=PlacedMask(self._added(seen)), keep=1)
             return [
                 kept and (kept[0][:, :, others:], kept[1][:, :, others:])
                 for kept in layer_tensors(cache)
@@ -142,8 +158,27 @@ class TransformersModel:
             vocabulary=int(self.config.vocab_size),
             limit=min([10**9, *self._windows, *(limit for limit in limits if limit)]),
             takes_positions=self.takes_positions,
+            states=() if self.recurrent is None else self.recurrent.groups,
         )
         return measure_layout(subject)
+
+    def _measured_states(
+        self, kinds: tuple[LayerKind, ...], recurring: Sequence[int]
+    ) -> RecurrentLayers:
+        name = str(self.config.model_type)
+
+        def forward(ids: Tensor, cache: Any, held: int) -> Tensor:
+            return self.forward(ids, cache, torch.arange(held, held + ids.shape[1]))
+
+        with torch.inference_mode():
+            try:
+                return measure_states(
+                    self.model, name, recurring, forward, lambda: growing_cache(kinds)
+                )
+            except (AttributeError, TypeError, ValueError) as error:
+                raise UnsupportedModelError(
+                    f"{name}: layer {recurring[0]} takes no cache but its own ({error})"
+                ) from error
 
     @property
     def _windows(self) -> list[int]:
@@ -221,6 +256,12 @@ class TransformersModel:
 
     def ensure_recomputable(self) -> None:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
+        if self.recurrent is not None:
+            raise UnsupportedModelError(
+                f"{self.config.model_type}: a token inside a recurrent layer cannot be computed "
+                "again by itself, as what follows in its chunk depends on it; use Reuse(), "
+                "BestLast() or Combination()"
+            )
         if not self.takes_positions and not self.measured.by_place:
             raise UnsupportedModelError(
                 "this model cannot be told where a token stands, so single tokens cannot be "
@@ -258,6 +299,7 @@ class TransformersModel:
                 for frequency in layout.frequencies
             ],
             "rope_parameters": repr(getattr(self.config, "rope_parameters", None)),
+            **({"states": repr(layout.states)} if layout.states else {}),
         }
 
     @contextmanager
@@ -360,7 +402,7 @@ class TransformersModel:
         if layout.by_place:
             self.ensure_takes_positions("it takes no mask for each row; use Reuse() as it is")
         columns = indices if columns is None else columns
-        kinds = [kind for kind in layout.kinds if not kind.shared]
+        kinds = [kind for kind in layout.kinds if kind.has_kv]
         # Layers of one window share a mask; transformers takes one for all layers, or one per type.
         masks = {
             window: self._added(
@@ -373,7 +415,7 @@ class TransformersModel:
         if len(masks) == 1:
             return masks.popitem()[1]
         pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)
-        return {name: masks[kind.window] for name, kind in pairs if not kind.shared}
+        return {name: masks[kind.window] for name, kind in pairs if kind.has_kv}
 
     def prefill(
         self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], *, halts: bool = True
@@ -382,7 +424,8 @@ class TransformersModel:
 
         Args:
             prefix: The prefix's own cache, standing at 0; None or empty for none.
-            chunks: Ids of each chunk, not empty; they form one right-padded batch.
+            chunks: Ids of each chunk, not empty; they form one right-padded batch, in a model with
+                recurrent layers one per length.
             halts: Whether the pass ends once all keys and values are there; else the last layer
                 attends, too.
 
@@ -390,8 +433,17 @@ class TransformersModel:
             One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
             be views into the memory of the batch: stores make copies of their own.
         """
-        with self.computing():
-            return self._prefill(prefix, chunks, halts)
+        if self.recurrent is None:
+            with self.computing():
+                return self._prefill(prefix, chunks, halts)
+        # A state goes on through padding: chunks of one length at a time.
+        found: dict[int, ChunkKV] = {}
+        for length in sorted({len(chunk) for chunk in chunks}):
+            rows = [row for row, chunk in enumerate(chunks) if len(chunk) == length]
+            with self.computing():
+                alike = self._prefill(prefix, [chunks[row] for row in rows], halts)
+            found |= zip(rows, alike, strict=True)
+        return [found[row] for row in range(len(chunks))]
 
     def _prefill(
         self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], halts: bool
@@ -410,10 +462,24 @@ class TransformersModel:
         self.ensure_embedded(ids)
         positions = torch.arange(start, start + longest)  # (longest,), the same in all rows
         # Nobody reads what the last layer makes of its keys and values, nor the logits.
+        for states, group in zip(buffer.states, prefix.states if prefix else (), strict=False):
+            for name, tensor in states.items():  # [layers, chunks, ...]
+                tensor.copy_(group[name][:, None])
         cache = buffer_cache(buffer, self.measured.kinds, start, halts=halts)
-        with suppress(HaltedError):
+        with suppress(HaltedError), self._watched(buffer) as transitions:
             self.forward(ids, cache, positions, keep=1)
-        return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
+        kept = _kept_states(layout, cache, transitions)
+        return [
+            _extract(buffer, row, start, chunk, [[part[:, row] for part in group] for group in kept])
+            for row, chunk in enumerate(chunks)
+        ]
+
+    def _watched(self, buffer: KVBuffer) -> AbstractContextManager[Mapping[int, Tensor]]:
+        """Around a pass that begins at a buffer's states: the transitions of recurrent layers."""
+        if self.recurrent is None:
+            return nullcontext({})
+        before = {layer: State(*one) for layer, one in buffer.layer_states().items()}
+        return self.recurrent.watched(before)
 
     def wait(self) -> None:
         """Wait until the device has done what it was told, so that a clock can be read."""
@@ -421,12 +487,45 @@ class TransformersModel:
             torch.cuda.synchronize(self.device)
 
 
-def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> ChunkKV:
+def _extract(
+    buffer: KVBuffer,
+    row: int,
+    start: int,
+    chunk: Sequence[int],
+    states: Sequence[Sequence[Tensor]],
+) -> ChunkKV:
     tokens = torch.tensor(chunk, dtype=torch.int32)  # (tokens,)
     view = buffer.view(row, start, start + len(chunk), local_start=start, tokens=tokens)
+    of_tokens = view.tensors[: len(buffer.layout.groups)]
     # On the CPU already they stay views of the buffer, [layers, 2, heads, tokens, width].
-    tensors = tuple(tuple(part.cpu() for part in group) for group in view.tensors)
+    tensors = tuple(tuple(part.cpu() for part in group) for group in (*of_tokens, *states))
     return ChunkKV(buffer.layout, tokens, start, tensors)
+
+
+def _kept_states(
+    layout: ChunkLayout, cache: Any, transitions: Mapping[int, Tensor]
+) -> list[list[Tensor]]:
+    """Per group of recurrent layers what chunks keep of them, `[layers, rows, ...]`.
+
+    Raises:
+        UnsupportedModelError: If a state is too large for the dtype that it is stored in.
+    """
+    kept = []
+    for group in layout.states:
+        held = [(*held_state(cache, layer), transitions.get(layer)) for layer in group.layers]
+        found = dict(zip(("window", "state", "transition"), zip(*held, strict=True), strict=True))
+        parts = []
+        for name, (dtype, _) in group.parts.items():
+            wide = torch.stack(found[name])  # type: ignore[arg-type]  # there where the layout says
+            part = wide.to(dtype)
+            if name == "state" and not bool(part.isfinite().all()):
+                raise UnsupportedModelError(
+                    f"layers {group.layers} have states of up to {float(wide.abs().max()):.3g}, "
+                    f"which {dtype} does not hold; load the model in float32"
+                )
+            parts.append(part)
+        kept.append(parts)
+    return kept
 
 
 def _describe(group: LayerGroup) -> dict[str, Any]:

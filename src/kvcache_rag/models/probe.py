@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcache_rag.kv.chunk import GroupLayout
+from kvcache_rag.kv.chunk import GroupLayout, StateLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, RotationStyle, angle_table, rotate_
 from kvcache_rag.models.regimes import is_long, original_length
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
@@ -36,7 +36,7 @@ NOISE_FACTOR = 4
 RIVAL_FACTOR = 2
 
 LayerCache = tuple[Tensor, Tensor] | None
-"""K and V of one layer, `(1, heads, tokens, width)`; None where the layer shares another's."""
+"""K and V of one layer, `(1, heads, tokens, width)`; None where the layer keeps none of its own."""
 
 Capture = Callable[[Tensor, int], Sequence[LayerCache]]
 """Prefill ids `(1, tokens)` at a first position and give back each layer's cache."""
@@ -59,6 +59,7 @@ class ProbeSubject:
         vocabulary: Number of token ids.
         limit: Longest prompt that may be tried.
         takes_positions: Whether the model's forward pass accepts positions.
+        states: What its recurrent layers keep.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ProbeSubject:
     vocabulary: int
     limit: int
     takes_positions: bool
+    states: tuple[StateLayout, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
         residual=residual,
         immovable=reason,
         by_place=by_place,
+        states=subject.states,
     )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout, StateLayout
 from kvcache_rag.kv.rotary import RotaryTable, angle_table
 
 if TYPE_CHECKING:
@@ -28,14 +28,25 @@ class LayerKind:
 
     Attributes:
         window: Sliding window in tokens, None for a layer that sees everything.
-        shared: Whether the layer reads another layer's keys and stores none.
+        keeps: Keys and values of every token, a recurrent `state`, `both`, or `nothing`, as it
+            reads another layer's keys and values.
         limit: Longest prompt in which it is such a layer, because it attends in stretches of so
             many tokens that do not see each other (llama 4); None without a limit.
     """
 
     window: int | None = None
-    shared: bool = False
+    keeps: Literal["kv", "state", "both", "nothing"] = "kv"
     limit: int | None = None
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it keeps keys and values."""
+        return self.keeps in ("kv", "both")
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it keeps a recurrent state."""
+        return self.keeps in ("state", "both")
 
     @property
     def beyond(self) -> str:
@@ -100,6 +111,7 @@ class ModelLayout:
         immovable: Why keys cannot be moved, or "" when they can.
         by_place: Whether attention counts the places of keys that know none (ALiBi, arXiv
             2108.12409): a chunk may stand at any place, and its position is its place.
+        states: Recurrent layers, by what they keep.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -109,11 +121,12 @@ class ModelLayout:
     residual: float
     immovable: str = ""
     by_place: bool = False
+    states: tuple[StateLayout, ...] = ()
 
     @property
     def chunk_layout(self) -> ChunkLayout:
         """Shapes of the tensors of a chunk."""
-        return ChunkLayout(tuple(group.layout for group in self.groups), self.dtype)
+        return ChunkLayout(tuple(group.layout for group in self.groups), self.dtype, self.states)
 
     @property
     def limit(self) -> int | None:

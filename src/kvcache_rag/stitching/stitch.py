@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.rotation import Move
+from kvcache_rag.stitching.states import compose
 from kvcache_rag.stores.device import deliver, device_of, in_main_memory, lies_in
 
 if TYPE_CHECKING:
@@ -182,6 +183,14 @@ def materialise(
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
+    _place(layout, segments, buffer, stored)
+    if segments:
+        compose(layout.states, [one.chunk for one in segments], buffer.states)
+
+
+def _place(
+    layout: ModelLayout, segments: Sequence[Segment], buffer: KVBuffer, stored: StoredPosition
+) -> None:
     chunks = [one.chunk for one in segments if isinstance(one.chunk, ChunkKV)]
     places = [
         buffer.view(0, one.column, one.stop, local_start=chunk.start, tokens=chunk.tokens)
@@ -261,7 +270,8 @@ def _joined(places: Sequence[ChunkKV]) -> ChunkKV:
             part.as_strided((*part.shape[:-2], tokens, part.shape[-1]), part.stride())
             for part in group
         )
-        for group in first.tensors
+        for group in first.tensors[: len(first.layout.groups)]
     )
+    tensors += first.tensors[len(first.layout.groups) :]  # states do not rotate
     ids = torch.cat([place.tokens for place in places])  # (tokens of all,) int32, a copy
     return ChunkKV(first.layout, ids, first.start, tensors)

@@ -287,14 +287,12 @@ def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
     if chunk.tokens.dtype != torch.int32 or chunk.tokens.dim() != 1:
         raise InvalidInputError("the token ids of a chunk are one row of int32")
     layout = chunk.layout
-    shapes = tuple(tuple(tuple(tensor.shape) for tensor in group) for group in chunk.tensors)
-    expected = layout.shapes(key.tokens)
-    dtypes = {tensor.dtype for group in chunk.tensors for tensor in group}
-    if shapes != expected or dtypes - {layout.dtype}:
-        raise InvalidInputError(
-            f"the chunk's tensors are {shapes} {sorted(map(str, dtypes))}, its layout says "
-            f"{expected} {layout.dtype}"
-        )
+    specs = tuple(
+        tuple((tensor.dtype, tuple(tensor.shape)) for tensor in group) for group in chunk.tensors
+    )
+    expected = layout.specs(key.tokens)
+    if specs != expected:
+        raise InvalidInputError(f"the chunk's tensors are {specs}, its layout says {expected}")
 
 
 def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:

@@ -69,9 +69,9 @@ class Home:
         """Uninitialised tensors for a chunk, one tuple per group."""
         return tuple(
             tuple(
-                allocate(shape, layout.dtype, self.device, pinned=self.pinned) for shape in shapes
+                allocate(shape, dtype, self.device, pinned=self.pinned) for dtype, shape in specs
             )
-            for shapes in layout.shapes(tokens)
+            for specs in layout.specs(tokens)
         )
 
 

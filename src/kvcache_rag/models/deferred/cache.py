@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache
 
 from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
-from kvcache_rag.models.cache import BufferLayer, DummyLayer
+from kvcache_rag.models.cache import BufferLayer, bare_layer, layer_of
 from kvcache_rag.models.deferred.segments import turns_whole
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def deferred_cache(
     }
     layers: list[Any] = []
     for index, kind in enumerate(kinds):
-        if kind.shared:
-            layers.append(DummyLayer())
+        if not kind.has_kv:
+            layers.append(bare_layer(kind))
         else:
             where = places[index]
             front: FrontOfLayer
@@ -219,5 +219,5 @@ def deferred_cache(
                 front = LayerSegments(held, *where)
             else:
                 front = LayerChunks(held, *where)
-            layers.append(TailLayer(*slots[index], front))
+            layers.append(layer_of(kind, TailLayer, *slots[index], front))
     return Cache(layers=layers)

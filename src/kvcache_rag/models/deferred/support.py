@@ -130,7 +130,7 @@ class _Probe:
             except Exception:  # whatever a model's own attention makes of so few keys
                 self.callers.clear()
             callers = list({id(caller): caller for caller in self.callers}.values())
-            if len(callers) != len(self.layout.kinds):
+            if len(callers) != sum(kind.keeps != "state" for kind in self.layout.kinds):
                 return "its attention does not go through transformers' attention interface"
             # In low precision the layers behind the first one differ by more than rounding.
             watched = callers if self.model.dtype in _EXACT else callers[:1]

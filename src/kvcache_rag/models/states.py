@@ -1,0 +1,551 @@
+"""Where a model keeps recurrent states, and how a state gets through a run of tokens: measured.
+
+A *site* is the innermost module whose forward pass touches a state of the cache; sites are found by
+watching one forward pass.  A recurrent layer is affine in the state before its tokens, with
+everything else as computed from the tokens themselves: `S -> A(S) + B`.  What form `A` has is found
+once, by running a site again on the same inputs from states of our choice (`fit`); what `A` is for
+a chunk comes out of the run of the kernel that computes the chunk, where that is one we know
+(`_KERNELS`), and out of a second run of the site elsewhere.  No model family is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.forks import new_lock
+from kvcache_rag.kv.chunk import StateLayout
+from kvcache_rag.models.cache import (
+    DummyLayer,
+    HaltedError,
+    TappedLayer,
+    beside_state,
+    held_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvcache_rag.kv.chunk import TensorSpec, TransitionForm
+
+# States at which `A` is read off: so large that `B` is lost in their rounding, so far from the end
+# of the dtype that a norm may square what comes of them.
+_LARGE: Final = {torch.float16: 2.0**8}
+_LARGE_ELSE: Final = 2.0**40
+
+# Of what comes behind, relative: float32 is off by some 1e-6.
+_TOLERANCE: Final = {torch.float32: 2e-4, torch.float64: 2e-4}
+_TOLERANCE_ELSE: Final = 3e-2
+
+# Logits of several tokens behind others at once against one by one, in standard deviations.
+_CONTINUES: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
+_CONTINUES_ELSE: Final = 0.3
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What one layer remembers of a batch.
+
+    Attributes:
+        window: `(rows, channels, width)` last inputs of its convolution, or None.
+        state: `(rows, ...)`, or None.
+    """
+
+    window: Tensor | None = None
+    state: Tensor | None = None
+
+    def cloned(self) -> State:
+        """A copy: transformers writes states in place."""
+        return State(*(None if one is None else one.clone() for one in (self.window, self.state)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A module with a state.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module.
+        layer: Index of the layer of the cache.
+        slot: Which argument is the cache: a place or a name.
+    """
+
+    name: str
+    module: nn.Module
+    layer: int
+    slot: int | str
+
+    def behind(self, call: _Call, window: Tensor | None, state: Tensor) -> Tensor:
+        """The state behind the same inputs, from another one; `(rows, ...)`."""
+        # What lies behind keys and values, where a site has some, is of no interest.
+        layer = beside_state(TappedLayer)()
+        layer.remember(window, state)
+        cache = Cache(layers=[DummyLayer() for _ in range(self.layer)] + [layer])
+        args, kwargs = call.args, call.kwargs
+        if isinstance(self.slot, str):
+            kwargs = {**kwargs, self.slot: cache}
+        else:
+            args = (*args[: self.slot], cache, *args[self.slot + 1 :])
+        with suppress(HaltedError):
+            self.module.forward(*args, **kwargs)
+        found = held_state(cache, self.layer)[1]
+        assert found is not None  # it was given one
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The arguments of a module's forward pass."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Transition:
+    """How a state gets through a site.
+
+    Attributes:
+        form: How `A` is applied.
+        axes: Of numbers, the axes along which it is one; the rows are axis 0.
+        residual: Largest relative error over the states that it was fitted at.
+    """
+
+    form: TransitionForm
+    axes: tuple[int, ...] = ()
+    residual: float = 0.0
+
+    def measured(self, site: _Site, call: _Call, before: State) -> Tensor:
+        """`A` of the inputs of a call, float32 or wider, by running the site again."""
+        state = before.state
+        assert state is not None
+        large = _LARGE.get(state.dtype, _LARGE_ELSE)
+        if self.form == "scale":
+            full = site.behind(call, before.window, torch.full_like(state, large))
+            full = _wide(full) / large
+            for axis in self.axes:
+                full = full.narrow(axis, 0, 1)
+            return full.clone()
+        rows, columns = state.shape[-2:]
+        size, room = (rows, columns) if self.form == "left" else (columns, rows)
+        parts = []
+        for first in range(0, size, room):  # as many columns of the identity as fit
+            count = min(room, size - first)
+            probe = torch.zeros_like(state)
+            for place in range(count):
+                where = (first + place, place) if self.form == "left" else (place, first + place)
+                probe[(..., *where)] = large
+            got = _wide(site.behind(call, before.window, probe)) / large
+            parts.append(got[..., :count] if self.form == "left" else got[..., :count, :])
+        return torch.cat(parts, -1 if self.form == "left" else -2)
+
+
+def applied(form: TransitionForm, transition: Tensor, state: Tensor) -> Tensor:
+    """`A(S)` in the dtype of the state."""
+    if form == "left":
+        return transition.to(state) @ state
+    if form == "right":
+        return state @ transition.to(state)
+    return transition.to(state) * state
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
+    """Which form the transition over these inputs has.
+
+    Raises:
+        UnsupportedModelError: If the state behind is not affine in the state before.
+    """
+    state = before.state
+    if state is None:
+        return _Transition("none")
+    large = _LARGE.get(state.dtype, _LARGE_ELSE)
+    generator = torch.Generator(device="cpu").manual_seed(7)
+
+    def random() -> Tensor:
+        return (large * torch.randn(state.shape, generator=generator)).to(state)
+
+    probes = random(), random()
+    base = _wide(site.behind(call, before.window, torch.zeros_like(state)))
+    seen = [_wide(site.behind(call, before.window, probe)) - base for probe in probes]
+    # Exactly: a strong decay leaves 1e-20, and that is not nothing (what is behind may be, too).
+    if not any(bool(got.any()) for got in seen):
+        return _Transition("none")
+    axes = tuple(range(1, state.ndim))
+    tried = [_Transition("scale", axes[count:]) for count in range(1, len(axes) + 1)]
+    if state.ndim == 4:
+        tried += [_Transition("left"), _Transition("right")]
+    best = math.inf
+    for transition in tried:
+        found = transition.measured(site, call, before)
+        residual = max(
+            float(
+                (applied(transition.form, found, _wide(probe)) - got).abs().max() / got.abs().max()
+            )
+            for probe, got in zip(probes, seen, strict=True)
+        )
+        if residual < _TOLERANCE.get(state.dtype, _TOLERANCE_ELSE):
+            return replace(transition, residual=residual)
+        best = min(best, residual)
+    raise UnsupportedModelError(
+        f"{name}: layer {site.layer} ({site.name}) keeps a recurrent state that is not affine in "
+        f"the one before (best residual {best:.2g})"
+    )
+
+
+# ---------------------------------------------------------------------------- transitions in one run
+# By the names under which transformers' modelling modules know their kernels. They are given to one
+# module of one model, as globals of a copy of its forward function, for the time of one pass.
+
+
+def _of_delta_rule(found: Callable[[Tensor], None], kernel: Any) -> Any:
+    """A delta rule treats every column of its state alike.
+
+    So it is given as many columns more as a key is wide, whose values are 0 and whose state is the
+    identity: what it makes of them is `A` (arXiv 2406.06484, equation 3: `S (I - beta k k^T)`).
+    """
+
+    def wrapped(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows, width = key.shape[-1], value.shape[-1]
+        state = kwargs.pop("initial_state", None)
+        if state is None:
+            state = torch.zeros(
+                value.shape[0], value.shape[2], rows, width, device=value.device
+            )
+        unit = torch.eye(rows, device=state.device).expand(*state.shape[:2], rows, rows)
+        wide = _wide(state)
+        output, behind = kernel(
+            query,
+            key,
+            nn.functional.pad(value, (0, rows)),
+            *args,
+            initial_state=torch.cat([wide, unit.to(wide)], -1),
+            **kwargs,
+        )
+        if behind is not None:
+            found(behind[..., width:].clone())
+            behind = behind[..., :width].contiguous()
+        return output[..., :width].contiguous(), behind
+
+    return wrapped
+
+
+def _of_mamba2(found: Callable[[Tensor], None], kernel: Any) -> Any:
+    """One number a head decays at each token: `exp(A dt)` (arXiv 2405.21060, section 2)."""
+
+    def wrapped(hidden: Tensor, dt: Tensor, decay: Tensor, *args: Any, **kwargs: Any) -> Any:
+        bias = kwargs.get("dt_bias")
+        step = dt if bias is None else dt + bias.to(dt.dtype)
+        step = nn.functional.softplus(step) if kwargs.get("dt_softplus") else step
+        step = _wide(step.clamp(*kwargs.get("dt_limit", (0.0, math.inf))))  # (rows, tokens, heads)
+        found((_wide(decay) * step).sum(1).exp()[..., None, None])  # (rows, heads, 1, 1)
+        return kernel(hidden, dt, decay, *args, **kwargs)
+
+    return wrapped
+
+
+_KERNELS: Final[dict[str, Callable[[Callable[[Tensor], None], Any], Any]]] = {
+    "torch_chunk_gated_delta_rule": _of_delta_rule,
+    "chunk_kimi_delta_attention": _of_delta_rule,
+    "mamba2_chunk_scan": _of_mamba2,
+}
+
+_REBINDING = new_lock()
+
+
+def _forward_of(module: nn.Module) -> FunctionType | None:
+    """The forward function of a module's class without its decorators; None where it has its own."""
+    inner = inspect.unwrap(type(module).forward)
+    return inner if "forward" not in vars(module) and isinstance(inner, FunctionType) else None
+
+
+@contextmanager
+def _rebound(module: nn.Module, inner: FunctionType, names: Mapping[str, Any]) -> Iterator[None]:
+    """Let this module alone, and only for now, know other functions under some global names."""
+    copy = FunctionType(
+        inner.__code__,
+        {**inner.__globals__, **names},
+        inner.__name__,
+        inner.__defaults__,
+        inner.__closure__,
+    )
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    vars(module)["forward"] = MethodType(copy, module)
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+
+
+# ------------------------------------------------------------------------------------- what is known
+@dataclass(frozen=True, eq=False)
+class RecurrentLayers:
+    """The recurrent layers of a model, and how states get through them.
+
+    Attributes:
+        sites: Where they are, by layer.
+        transitions: Of each site.
+        kernel: Of each site the name of the kernel that gives `A` in its own run, or "".
+        groups: The same layers by shape, as chunks keep them.
+    """
+
+    sites: tuple[_Site, ...]
+    transitions: tuple[_Transition, ...]
+    kernel: tuple[str, ...]
+    groups: tuple[StateLayout, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers, ascending."""
+        return tuple(site.layer for site in self.sites)
+
+    @property
+    def residual(self) -> float:
+        """Largest relative error of the fitted transitions."""
+        return max(transition.residual for transition in self.transitions)
+
+    @contextmanager
+    def watched(self, before: Mapping[int, State]) -> Iterator[dict[int, Tensor]]:
+        """Around one forward pass of several rows: the transitions of each layer, `(rows, ...)`.
+
+        Args:
+            before: Per layer the state that the pass begins at.
+        """
+        found: dict[int, Tensor] = {}
+        mine = threading.get_ident()
+        with ExitStack() as stack:
+            if any(self.kernel):
+                stack.enter_context(_REBINDING)
+            for site, transition, kernel in zip(
+                self.sites, self.transitions, self.kernel, strict=True
+            ):
+                if transition.form == "none":
+                    continue
+                inner = _forward_of(site.module) if kernel else None
+                if inner is not None:
+
+                    def note(tensor: Tensor, layer: int = site.layer) -> None:
+                        if threading.get_ident() == mine:
+                            found[layer] = tensor
+
+                    own = inner.__globals__[kernel]
+                    wrapped = {kernel: _KERNELS[kernel](note, own)}
+                    stack.enter_context(_rebound(site.module, inner, wrapped))
+
+                def again(
+                    _: Any,
+                    args: tuple[Any, ...],
+                    kwargs: dict[str, Any],
+                    __: Any,
+                    site: _Site = site,
+                    transition: _Transition = transition,
+                ) -> None:
+                    # A single token takes another kernel.
+                    if threading.get_ident() == mine and site.layer not in found:
+                        call = _Call(args, kwargs)
+                        found[site.layer] = transition.measured(site, call, before[site.layer])
+
+                hook = site.module.register_forward_hook(again, with_kwargs=True)
+                stack.callback(hook.remove)
+            yield found
+
+
+def measure_states(
+    model: nn.Module,
+    name: str,
+    layers: Sequence[int],
+    forward: Callable[[Tensor, Any, int], Tensor],
+    empty: Callable[[], Any],
+) -> RecurrentLayers:
+    """Find the recurrent sites of a model and the form of their transitions.
+
+    Args:
+        model: The model.
+        name: For messages.
+        layers: Those of whose cache layers states are kept.
+        forward: Logits of ids `(1, n)` behind a cache that holds so many tokens.
+        empty: Makes an empty cache.
+
+    Raises:
+        UnsupportedModelError: If a layer is not affine, or several tokens behind others are not
+            what they are one by one.
+    """
+    ids = torch.tensor([[5 + 7 * place % 59 for place in range(21)]])
+    _ensure_continues(name, model.dtype, ids, forward, empty)
+    sites = _find_sites(model, name, layers, lambda cache: forward(ids[:, :9], cache, 0), empty)
+    cache = empty()
+    forward(ids[:, :3], cache, 0)
+    before = {layer: State(*held_state(cache, layer)).cloned() for layer in layers}
+    calls: dict[int, _Call] = {}
+    with ExitStack() as stack:
+        for site in sites:
+
+            def keep(
+                _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any, layer: int = site.layer
+            ) -> None:
+                calls[layer] = _Call(args, kwargs)
+
+            stack.callback(site.module.register_forward_hook(keep, with_kwargs=True).remove)
+        # Few tokens, so that strong decays leave something to be seen.
+        forward(ids[:, 3:5], cache, 3)
+    transitions = tuple(_fit(site, calls[site.layer], before[site.layer], name) for site in sites)
+    found = RecurrentLayers(
+        sites, transitions, tuple(map(_kernel_of, sites)), _groups(model, sites, transitions, before)
+    )
+    return replace(found, kernel=_agreeing(found, before, ids[:, 3:5], forward, empty, ids[:, :3]))
+
+
+def _kernel_of(site: _Site) -> str:
+    inner = _forward_of(site.module)
+    if inner is None:
+        return ""
+    names = [name for name in _KERNELS if name in inner.__code__.co_names]
+    return names[0] if len(names) == 1 and names[0] in inner.__globals__ else ""
+
+
+def _agreeing(
+    recurrent: RecurrentLayers,
+    before: Mapping[int, State],
+    ids: Tensor,
+    forward: Callable[[Tensor, Any, int], Tensor],
+    empty: Callable[[], Any],
+    front: Tensor,
+) -> tuple[str, ...]:
+    """The kernels whose own run gives what a second run of the site gives."""
+
+    def watched(some: RecurrentLayers) -> dict[int, Tensor]:
+        cache = empty()
+        forward(front, cache, 0)
+        with some.watched(before) as found:
+            forward(ids, cache, front.shape[1])
+        return found
+
+    if not any(recurrent.kernel):
+        return recurrent.kernel
+    plain = watched(replace(recurrent, kernel=("",) * len(recurrent.sites)))
+    try:
+        fast = watched(recurrent)
+    except Exception:  # whatever a kernel makes of more columns
+        return ("",) * len(recurrent.sites)
+    return tuple(
+        kernel
+        if kernel
+        and site.layer in fast
+        and fast[site.layer].shape == plain[site.layer].shape
+        and float((fast[site.layer] - plain[site.layer]).abs().max())
+        <= 1e-3 * float(plain[site.layer].abs().max())
+        else ""
+        for site, kernel in zip(recurrent.sites, recurrent.kernel, strict=True)
+    )
+
+
+def _groups(
+    model: nn.Module,
+    sites: Sequence[_Site],
+    transitions: Sequence[_Transition],
+    before: Mapping[int, State],
+) -> tuple[StateLayout, ...]:
+    """The layers by what they keep.
+
+    float16 for states and matrices, which is 2.5 to 10 times closer than bfloat16; float32 for
+    numbers, of which there are few, and of which 0.9985 is 1 in bfloat16.
+    """
+    low = torch.float16 if model.dtype.itemsize == 2 else model.dtype
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for site, transition in zip(sites, transitions, strict=True):
+        window, state = before[site.layer].window, before[site.layer].state
+        one: TensorSpec | None = None
+        if state is not None and transition.form in ("left", "right"):
+            side = state.shape[-2 if transition.form == "left" else -1]
+            one = (low, (*state.shape[1:-2], side, side))
+        elif state is not None and transition.form == "scale":
+            sizes = list(state.shape)
+            for axis in transition.axes:
+                sizes[axis] = 1
+            one = (torch.promote_types(torch.float32, low), tuple(sizes[1:]))
+        key = (
+            None if window is None else (window.dtype, tuple(window.shape[1:])),
+            None if state is None else (low, tuple(state.shape[1:])),
+            one,
+            transition.form,
+            None if state is None else state.dtype,
+        )
+        members.setdefault(key, []).append(site.layer)
+    return tuple(StateLayout(tuple(own), *key) for key, own in members.items())
+
+
+def _ensure_continues(
+    name: str,
+    dtype: torch.dtype,
+    ids: Tensor,
+    forward: Callable[[Tensor, Any, int], Tensor],
+    empty: Callable[[], Any],
+) -> None:
+    """Compare several tokens behind others at once with the same one by one, everything stock."""
+    cache = empty()
+    forward(ids[:, :8], cache, 0)
+    whole = forward(ids[:, 8:], cache, 8)
+    cache = empty()
+    forward(ids[:, :8], cache, 0)
+    steps = [forward(ids[:, place : place + 1], cache, place) for place in range(8, ids.shape[1])]
+    single = torch.cat(steps, 1).float()
+    off = float((whole.float() - single).abs().max() / single.std())
+    if not off <= _CONTINUES.get(dtype, _CONTINUES_ELSE):
+        raise UnsupportedModelError(
+            f"{name}: transformers computes several tokens behind a recurrent state otherwise than "
+            f"one by one (by {off:.2g} standard deviations)"
+        )
+
+
+def _find_sites(
+    model: nn.Module,
+    name: str,
+    layers: Sequence[int],
+    forward: Callable[[Any], Tensor],
+    empty: Callable[[], Any],
+) -> tuple[_Site, ...]:
+    stack: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    found: dict[int, _Site] = {}
+    names = {id(module): path for path, module in model.named_modules()}
+    cache = empty()
+
+    def note(layer: int) -> None:
+        module, args, kwargs = stack[-1]
+        slots: list[int | str] = [place for place, one in enumerate(args) if one is cache]
+        slots += [key for key, one in kwargs.items() if one is cache]
+        if slots:
+            found.setdefault(layer, _Site(names[id(module)], module, layer, slots[0]))
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack.append((module, args, kwargs))
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for layer in layers:
+        cache.layers[layer].touched = lambda layer=layer: note(layer)
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        forward(cache)
+    missing = [layer for layer in layers if layer not in found]
+    if missing:
+        raise UnsupportedModelError(
+            f"{name}: layer {missing[0]} keeps a recurrent state that its modules do not write "
+            "through the cache"
+        )
+    return tuple(found[layer] for layer in sorted(found))
