@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,9 +113,7 @@ def _decoder_layers(model: Any) -> Any:
 
 def _forward(model: Any, ids: Tensor, place: int, cache: Any) -> Tensor:
     known = inspect.signature(model.forward).parameters
-    name = next(
-        one for one in ("cache_params", "cache", "past_key_values") if one in known
-    )
+    name = next(one for one in ("cache_params", "cache", "past_key_values") if one in known)
     arguments: dict[str, Any] = {name: cache, "use_cache": True}
     if "position_ids" in known:
         arguments["position_ids"] = torch.full((ids.shape[0], 1), place)
@@ -122,11 +121,25 @@ def _forward(model: Any, ids: Tensor, place: int, cache: Any) -> Tensor:
     return logits.float()
 
 
+class _Lightning(MiniMaxCache):
+    """MiniMax's own cache, which counts the tokens of layer 0 alone, where layer 0 may keep none."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max((layer.get_seq_length() for layer in self.layers), default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
 def _cache(model: Any) -> Any:
+    if model.config.model_type == "minimax":
+        return _Lightning()
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _recurrent(cache: Any) -> list[int]:
+    if isinstance(cache, _Lightning):
+        return [layer for layer, one in enumerate(cache.linear_cache) if torch.is_tensor(one)]
     return [index for index, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")]
 
 
@@ -134,9 +147,12 @@ def _states(cache: Any, row: int) -> States:
     def own(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[row : row + 1].clone()
 
+    if isinstance(cache, _Lightning):
+        return {layer: (None, own(cache.linear_cache[layer])) for layer in _recurrent(cache)}
+    layers = {index: cache.layers[index] for index in _recurrent(cache)}
     return {
-        index: (own(cache.layers[index].conv_states[0]), own(cache.layers[index].recurrent_states[0]))
-        for index in _recurrent(cache)
+        index: (own(layer.conv_states[0]), own(layer.recurrent_states[0]))
+        for index, layer in layers.items()
     }
 
 
@@ -147,7 +163,7 @@ def _begin(cache: Any, start: States, prompt: States) -> None:
         first_window, first_state = start.get(layer) or (_zeros(window), _zeros(state))
         windows = _rows(first_window, first_window, window)
         states = _rows(first_state, state, state)
-        _put(cache.layers[layer], windows, states)
+        _put(cache, layer, windows, states)
 
 
 def _filled(model: Any, kept: Sequence[dict[int, tuple[Tensor, Tensor]]], prompt: States) -> Any:
@@ -157,11 +173,15 @@ def _filled(model: Any, kept: Sequence[dict[int, tuple[Tensor, Tensor]]], prompt
         keys, values = (torch.cat([one[index][slot] for one in kept], 2) for slot in (0, 1))
         cache.update(keys, values, index)
     for layer, (window, state) in prompt.items():
-        _put(cache.layers[layer], window, state)
+        _put(cache, layer, window, state)
     return cache
 
 
-def _put(layer: Any, window: Tensor | None, state: Tensor | None) -> None:
+def _put(cache: Any, index: int, window: Tensor | None, state: Tensor | None) -> None:
+    if isinstance(cache, _Lightning):
+        cache.set_linear_cache(index, state)
+        return
+    layer = cache.layers[index]
     layer.has_previous_state[0] = True
     if window is not None:
         layer.conv_states[0], layer.conv_kernel_size[0] = window, window.shape[-1]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import access
 import pytest
 import torch
-from laws import LONG_QUESTION, QUESTION, TEXTS, Recorder, behind_system, error, make_engine, plain_logits
+from laws import (
+    LONG_QUESTION,
+    QUESTION,
+    TEXTS,
+    Recorder,
+    error,
+    make_engine,
+    plain_logits,
+)
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS
 
-from kvcache_rag import Engine, FullRecompute, Reuse
+from kvcache_rag import Engine, FullRecompute, Reuse, UnsupportedModelError
 
 TOLERANCE = 5e-4
 # Shorter than every convolution; a single token; in any order, with repeats.
@@ -46,3 +55,45 @@ def test_stitched_chunks_are_tokens_one_by_one(engine: Engine, order: tuple[int,
     assert error(found, reference(engine, texts_of(order))) < TOLERANCE
     again = engine.logits(QUESTION, texts_of(order), policy=Reuse())
     assert torch.equal(found, again), "a stored chunk was changed by using it"
+
+
+def said(engine: Engine, texts: list[str], question: str = QUESTION, tokens: int = 5) -> list[int]:
+    ids = engine.tokenize(question, texts)
+    return reference_answer(engine.model, ids.prefix, ids.chunks, ids.query, tokens)
+
+
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+def test_answers_are_those_of_tokens_one_by_one(engine: Engine, rotation: str) -> None:
+    other = Engine(
+        engine.model,
+        engine.tokenizer,
+        template=engine.template,
+        store=engine.store,
+        rotation=rotation,
+    )
+    texts = texts_of((2, 3, 0))
+    expected = said(engine, texts)
+    sampled = {"do_sample": True, "top_k": 1}
+    is_bare = not access.adapter(engine).measured.groups
+    if is_bare:
+        with pytest.raises(UnsupportedModelError, match="without attention is decoded greedily"):
+            other.generate(QUESTION, texts, policy=Reuse(), **sampled)
+    for options in ({},) if is_bare else ({}, sampled):
+        answer = other.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=5, **options)
+        assert list(answer.token_ids) == expected[: len(answer.token_ids)]
+        assert answer.metrics.reused_tokens + answer.metrics.prefilled_tokens
+
+
+def test_batches_of_other_lengths_are_answered_as_one_by_one(engine: Engine) -> None:
+    asked = [(QUESTION, texts_of((2, 3, 0))), (LONG_QUESTION, texts_of((1,))), ("x", [])]
+    asked.append((LONG_QUESTION, texts_of((2, 3, 0))))
+    seen = Recorder()
+    answers = engine.generate_batch(
+        asked, policy=Reuse(), max_new_tokens=4, logits_processor=[seen]
+    )
+    alone = [engine.generate(*one, policy=Reuse(), max_new_tokens=4) for one in asked]
+    assert [one.token_ids for one in answers] == [one.token_ids for one in alone]
+    # One step of all; a model without attention answers one after the other.
+    for row, (question, texts) in enumerate(asked[: len(seen.steps[0])]):
+        expected = reference(engine, texts, question)[-1]
+        assert error(seen.steps[0][row], expected) < TOLERANCE

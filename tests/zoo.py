@@ -325,6 +325,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "layer_types": ["full_attention"] * 4, "block_size": 16, **_LOCAL},
         "takes no cache but its own",
     ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            "block_types": ["recurrent", "attention"],
+            "lru_width": 64,
+            "attention_window_size": 1024,
+        },
+        "do not write through the cache",
+    ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
 }
 
@@ -486,15 +495,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
             **_LOCAL,
         },
         "lightning",
-    ),
-    "recurrent_gemma": (
-        "recurrent_gemma",
-        {
-            "block_types": ["recurrent", "attention"],
-            "lru_width": 64,
-            "attention_window_size": 1024,
-        },
-        "RG-LRU",
     ),
 }
 

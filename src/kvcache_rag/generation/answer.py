@@ -121,6 +121,9 @@ class Answerer:
         self, requests: Sequence[Request], cancelled: threading.Event | None = None
     ) -> list[Answer]:
         """Answer several requests of one policy, of one round each, in one left-padded batch."""
+        if self.model.layout is not None and not self.model.layout.groups:
+            # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
+            return [self.run(request, None, cancelled) for request in requests]
         prompts = [self.prompt(request, 0, "") for request in requests]
         return self.answers(prompts, requests[0].started, None, cancelled) if prompts else []
 

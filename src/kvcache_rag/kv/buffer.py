@@ -53,7 +53,9 @@ class KVBuffer:
                 dtypes = {"window": kept.window and kept.window[0], "state": kept.kept}
                 states.append(
                     {
-                        name: torch.zeros((shape[0], rows, *shape[1:]), dtype=dtypes[name], device=device)
+                        name: torch.zeros(
+                            (shape[0], rows, *shape[1:]), dtype=dtypes[name], device=device
+                        )
                         for name, (_, shape) in kept.parts.items()
                         if name in dtypes
                     }
@@ -139,7 +141,10 @@ class KVBuffer:
         # States have no place among those of tokens: memory of their own.
         device = tokens.device if not self.tensors else self.tensors[0][0].device
         states = tuple(
-            tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in group.parts.values())
+            tuple(
+                torch.empty(shape, dtype=dtype, device=device)
+                for dtype, shape in group.parts.values()
+            )
             for group in self.layout.states
         )
         return ChunkKV(self.layout, tokens, local_start, (*views, *states))

@@ -13,7 +13,6 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -134,7 +133,10 @@ class ChunkLayout:
             (f"kv{tail}",) if group.is_fused else (f"k{tail}", f"v{tail}")
             for group, tail in zip(self.groups, tails, strict=True)
         )
-        return (*of_tokens, *(tuple(names) for names in map(self.state_names, range(len(self.states)))))
+        return (
+            *of_tokens,
+            *(tuple(names) for names in map(self.state_names, range(len(self.states)))),
+        )
 
     def state_names(self, index: int) -> dict[str, str]:
         """Names in a file of the tensors of a group of recurrent layers, and what each is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,62 @@ def cache_name(forward: Any) -> str:
     """What a model's forward pass calls the cache that it is given."""
     known = inspect.signature(forward).parameters
     return next((name for name in _NAMES if name in known), CACHE_NAME)
+
+
+class RecurrentCache(Cache):
+    """A cache without keys and values, which counts the tokens that its layers cannot count.
+
+    Attributes:
+        held: Tokens behind which its states are.
+    """
+
+    held: int = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held."""
+        return self.held
+
+
+def cache_of(layers: list[Any], held: int = 0) -> Cache:
+    """A cache of layers, behind so many tokens."""
+    if any(isinstance(layer, DynamicLayer) for layer in layers):
+        return Cache(layers=layers)
+    recurrent = RecurrentCache(layers=layers)
+    recurrent.held = held
+    return recurrent
+
+
+def own_class(model: Any) -> type[Cache]:
+    """The class of the caches that a model takes: its own, where it insists on one for its states.
+
+    Such a class keeps states beside its layers; ours keeps them in layers, as all others do.
+    """
+    inner = getattr(model, "base_model", model)
+    for parameter in inspect.signature(inner.forward).parameters.values():
+        for kind in get_args(parameter.annotation):
+            if isinstance(kind, type) and issubclass(kind, Cache) and hasattr(kind, _OWN_STATES):
+                return _with_states_in_layers(kind)
+    return Cache
+
+
+_OWN_STATES: Final = "set_linear_cache"
+
+
+@cache
+def _with_states_in_layers(kind: Any) -> Any:
+    class OwnCache(kind):  # type: ignore[misc]  # made of a variable
+        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+            layer = self.layers[layer_idx]
+            layer.update_recurrent_state(linear_cache)
+            layer.has_previous_state[0] = True
+
+        def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+            layer = self.layers[layer_idx]
+            return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+    for name in ("__len__", "batch_repeat_interleave", "batch_select_indices", "get_seq_length"):
+        setattr(OwnCache, name, getattr(Cache, name))
+    return OwnCache
 
 
 GROWTH = 256
@@ -227,6 +283,7 @@ class StateLayer(_RecurrentLayer):  # type: ignore[misc]  # not in every transfo
         touched: Called when a module writes to it.
     """
 
+    is_compileable = False
     touched: Callable[[], None] | None = None
 
     def remember(self, window: Tensor | None, state: Tensor | None) -> None:
@@ -368,7 +425,7 @@ def buffer_cache(
         layer = layer_of(kind, BufferLayer, *slots[index], length)
         layer.keep = keep
         layers.append(layer)
-    cache = Cache(layers=layers)
+    cache = cache_of(layers, length)
     if length:
         remember(cache, buffer.layer_states())
     last = max((index for index, kind in enumerate(kinds) if kind.keeps != "nothing"))
@@ -395,10 +452,8 @@ def takes_back(cache: Cache) -> bool:
 
 def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
     """An empty cache whose layers keep every token, whatever their window."""
-    return Cache(
-        layers=[
-            layer_of(kind, DynamicLayer) if kind.has_kv else bare_layer(kind) for kind in kinds
-        ]
+    return cache_of(
+        [layer_of(kind, DynamicLayer) if kind.has_kv else bare_layer(kind) for kind in kinds]
     )
 
 

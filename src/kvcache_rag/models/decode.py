@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from transformers import GenerationMixin
 
-from kvcache_rag.models.cache import stock_cache, takes_back
+from kvcache_rag.models.cache import RecurrentCache, stock_cache, takes_back
 from kvcache_rag.models.drafts import Drafts
 
 if TYPE_CHECKING:
@@ -94,7 +94,11 @@ class Decoded:
 
 
 def decodes(
-    model: TransformersModel, rows: int, config: GenerationConfig, rest: dict[str, Any]
+    model: TransformersModel,
+    rows: int,
+    config: GenerationConfig,
+    rest: dict[str, Any],
+    cache: Any = None,
 ) -> bool:
     """Whether `decode` gives what `generate()` would, so far as its settings go.
 
@@ -103,18 +107,26 @@ def decodes(
         rows: Prompts.
         config: Checked settings.
         rest: Arguments of `generate()` that are no settings.
+        cache: What it would begin at.
     """
     kind = type(model.model)
     return (
         rows == 1
         and not config.do_sample
-        and model.takes_positions
         and rest.keys() <= {"logits_processor"}
-        # A model that generates or prepares its inputs in a way of its own does so.
-        and all(getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK)
-        and not any(name in vars(model.model) for name in _STOCK)
-        # Some models make a cache of a class of their own.
-        and getattr(kind, "_supports_default_dynamic_cache", lambda: True)()
+        and (
+            isinstance(cache, RecurrentCache)
+            or (
+                model.takes_positions
+                # A model that generates or prepares its inputs in a way of its own does so.
+                and all(
+                    getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK
+                )
+                and not any(name in vars(model.model) for name in _STOCK)
+                # Some models make a cache of a class of their own.
+                and getattr(kind, "_supports_default_dynamic_cache", lambda: True)()
+            )
+        )
         and all(
             name in _HEEDED or not value or value in _INERT.get(name, ())
             for name, value in vars(config).items()
@@ -145,10 +157,10 @@ def decode(
         emit: Called with row 0 and each token; True ends the answer.
         cancelled: Stops at the next token once set.
     """
+    begun, said, passes = time.perf_counter(), list[int](), 0
+    whole, held = ids, 0 if cache is None else cache.get_seq_length()
     if cache is None:
         cache = stock_cache(model.model.config)
-    begun, said, passes = time.perf_counter(), list[int](), 0
-    whole, held = ids, cache.get_seq_length()
     fresh = ids[:, held:]  # (1, tokens) that the next pass computes
     drafts: Drafts | None = None
     guessed: list[int] = []

@@ -24,8 +24,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from kvcache_rag.errors import InvalidInputError, refuse_unknown
-from kvcache_rag.models.cache import CACHE_NAME
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError, refuse_unknown
+from kvcache_rag.models.cache import CACHE_NAME, RecurrentCache
 from kvcache_rag.models.decode import decode, decodes
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _generate(
 ) -> Generated:
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
     stops = _stop_ids(config.eos_token_id)
-    if decodes(model, len(ids), config, arguments):
+    if decodes(model, len(ids), config, arguments, cache):
         with torch.inference_mode():
             decoded = decode(
                 model,
@@ -328,6 +328,15 @@ def _generate(
     if cache is not None and len(ids) > 1:
         # What rows hold already of the input's columns is the affair of one first pass.
         config.prefill_chunk_size = None
+    if isinstance(cache, RecurrentCache):
+        # `generate()` does not ask such a cache what it holds.
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: from stored chunks a model without attention is decoded "
+            "greedily, with max_new_tokens, stop and logits_processor alone; leave out the other "
+            "options, or use FullRecompute()"
+        )
+    if cache is not None and model.recurrent is not None:
+        _advance(model, ids, cache)
     if cache is not None and (config.num_beams or 1) > 1:
         # generate() repeats the ids for its beams, but not a cache that it is given.
         cache.batch_repeat_interleave(config.num_beams)
@@ -338,7 +347,7 @@ def _generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
-            **{CACHE_NAME: cache},
+            **{CACHE_NAME: model.taken(cache)},
             **arguments,
         )
     ended = time.perf_counter()
@@ -386,6 +395,14 @@ def _with_default(model: Any, config: GenerationConfig) -> Any:
     view = copy.copy(model)  # with the same parts
     view.generation_config = config
     return view
+
+
+def _advance(model: TransformersModel, ids: Tensor, cache: Any) -> None:
+    """Let a cache hold all but the last column: several behind a state are our own passes' affair."""
+    held, stop = cache.get_seq_length(), ids.shape[1] - 1
+    if held < stop:
+        with torch.inference_mode():
+            model.forward(ids[:, held:stop], cache, torch.arange(held, stop), keep=1)
 
 
 def _configured(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
@@ -23,12 +24,14 @@ from kvcache_rag.models.attention.placed import PlacedMask
 from kvcache_rag.models.attention.support import standing, stands, stock_configs
 from kvcache_rag.models.cache import (
     HaltedError,
+    RecurrentCache,
     buffer_cache,
     cache_name,
     growing_cache,
     held_state,
     layer_kinds,
     layer_tensors,
+    own_class,
     remember,
 )
 from kvcache_rag.models.drafts import ROW_COST
@@ -102,6 +105,7 @@ class TransformersModel:
         self.takes_positions = "position_ids" in parameters
         self._takes_keep = "logits_to_keep" in parameters
         self._cache_name = cache_name(model.forward)
+        self._cache_class = own_class(model)
         self.layout: ModelLayout | None = None
         self.recurrent: RecurrentLayers | None = None
         self.refusal = ""
@@ -348,21 +352,32 @@ class TransformersModel:
         if isinstance(mask, PlacedMask):
             with mask.given(self.model, ids.shape[0]) as counted:
                 return self.forward(ids, cache, positions, mask=counted, keep=keep)
-        arguments: dict[str, Any] = {self._cache_name: cache}
+        arguments: dict[str, Any] = {self._cache_name: self.taken(cache)}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
             arguments["position_ids"] = rows.to(self.device)  # (rows, n)
         if self._takes_keep and keep:
             arguments["logits_to_keep"] = keep
-        with torch.inference_mode():
+        # Of one token, and of a pass that begins, nothing has to be carried on.
+        is_carried = self.recurrent is not None and cache is not None and ids.shape[1] > 1
+        carried = self.recurrent.carried() if is_carried and self.recurrent else nullcontext()
+        with torch.inference_mode(), carried:
             output = self.model(
                 input_ids=ids.to(self.device),
                 attention_mask=mask,
                 use_cache=cache is not None,
                 **arguments,
             )
+        if isinstance(cache, RecurrentCache):
+            cache.held += ids.shape[1]
         logits: Tensor = output.logits  # all n of them from a model that cannot be told `keep`
         return logits[:, -keep:] if keep else logits
+
+    def taken(self, cache: Any) -> Any:
+        """A cache of ours as the model takes it."""
+        if type(cache) is Cache:  # None stays what it is
+            cache.__class__ = self._cache_class
+        return cache
 
     def _added(self, seen: Tensor) -> Tensor:
         """`(1, 1, n, m)` to be added to scores, of what each row sees, `(n, m)` bool."""
@@ -470,7 +485,9 @@ class TransformersModel:
             self.forward(ids, cache, positions, keep=1)
         kept = _kept_states(layout, cache, transitions)
         return [
-            _extract(buffer, row, start, chunk, [[part[:, row] for part in group] for group in kept])
+            _extract(
+                buffer, row, start, chunk, [[part[:, row] for part in group] for group in kept]
+            )
             for row, chunk in enumerate(chunks)
         ]
 

@@ -86,6 +86,10 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
     upper = min(subject.vocabulary, 32000)
     ids = torch.randint(min(5, upper - 1), upper, (1, PROBE_TOKENS), generator=generator)
     base = subject.capture(ids, 0)  # per layer K and V, (1, heads, tokens, width)
+    if not any(base):  # recurrent layers alone: nothing has a place
+        groups: tuple[LayerGroup, ...] = ()
+        kinds, states = subject.kinds, subject.states
+        return ModelLayout(groups, kinds, subject.frequencies, subject.dtype, 0.0, states=states)
     reason, residual, moved = "", 0.0, {}
     rotations = {index: (NO_ROTATION, NO_ROTATION) for index, cache in enumerate(base) if cache}
     if subject.takes_positions:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.forks import new_lock
+from kvcache_rag.forks import new_rlock
 from kvcache_rag.kv.chunk import StateLayout
 from kvcache_rag.models.cache import (
     DummyLayer,
@@ -34,7 +34,8 @@ from kvcache_rag.models.cache import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import TensorSpec, TransitionForm
 
@@ -78,12 +79,14 @@ class _Site:
         module: The module.
         layer: Index of the layer of the cache.
         slot: Which argument is the cache: a place or a name.
+        cache: The class of caches that it takes.
     """
 
     name: str
     module: nn.Module
     layer: int
     slot: int | str
+    cache: type[Cache]
 
     def behind(self, call: _Call, window: Tensor | None, state: Tensor) -> Tensor:
         """The state behind the same inputs, from another one; `(rows, ...)`."""
@@ -91,6 +94,7 @@ class _Site:
         layer = beside_state(TappedLayer)()
         layer.remember(window, state)
         cache = Cache(layers=[DummyLayer() for _ in range(self.layer)] + [layer])
+        cache.__class__ = self.cache
         args, kwargs = call.args, call.kwargs
         if isinstance(self.slot, str):
             kwargs = {**kwargs, self.slot: cache}
@@ -222,9 +226,7 @@ def _of_delta_rule(found: Callable[[Tensor], None], kernel: Any) -> Any:
         rows, width = key.shape[-1], value.shape[-1]
         state = kwargs.pop("initial_state", None)
         if state is None:
-            state = torch.zeros(
-                value.shape[0], value.shape[2], rows, width, device=value.device
-            )
+            state = torch.zeros(value.shape[0], value.shape[2], rows, width, device=value.device)
         unit = torch.eye(rows, device=state.device).expand(*state.shape[:2], rows, rows)
         wide = _wide(state)
         output, behind = kernel(
@@ -263,7 +265,7 @@ _KERNELS: Final[dict[str, Callable[[Callable[[Tensor], None], Any], Any]]] = {
     "mamba2_chunk_scan": _of_mamba2,
 }
 
-_REBINDING = new_lock()
+_REBINDING = new_rlock()
 
 
 def _forward_of(module: nn.Module) -> FunctionType | None:
@@ -272,9 +274,8 @@ def _forward_of(module: nn.Module) -> FunctionType | None:
     return inner if "forward" not in vars(module) and isinstance(inner, FunctionType) else None
 
 
-@contextmanager
-def _rebound(module: nn.Module, inner: FunctionType, names: Mapping[str, Any]) -> Iterator[None]:
-    """Let this module alone, and only for now, know other functions under some global names."""
+def _with_names(inner: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """The same function, which knows other functions under some global names."""
     copy = FunctionType(
         inner.__code__,
         {**inner.__globals__, **names},
@@ -283,11 +284,87 @@ def _rebound(module: nn.Module, inner: FunctionType, names: Mapping[str, Any]) -
         inner.__closure__,
     )
     copy.__kwdefaults__ = inner.__kwdefaults__
-    vars(module)["forward"] = MethodType(copy, module)
+    return copy
+
+
+@contextmanager
+def _rebound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let this module alone, and only for now, have another forward function."""
+    vars(module)["forward"] = MethodType(forward, module)
     try:
         yield
     finally:
         del vars(module)["forward"]
+
+
+# ----------------------------------------------------------------------- scans that begin at nothing
+# Mamba1's scan over several tokens begins at zeros in transformers, whatever state there is (its fast
+# kernel takes none); off by several standard deviations. The scan is linear, so what the state adds
+# is put on top of what any kernel gives, in the same way: for one module, for one pass.
+
+_SCAN: Final = "mamba_selective_scan"
+_SCAN_TOKENS: Final = 64  # worked on at once: `(rows, channels, tokens, states)` is large
+
+
+def _carrying(site: _Site, inner: FunctionType) -> Callable[..., Any]:
+    """A forward function whose scans go on from the state that its cache holds."""
+    waiting = threading.local()
+    kernel = inner.__globals__[_SCAN]
+
+    def scan(
+        hidden: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = kernel(hidden, dt, decay, b, c, *args, **kwargs)
+        if not waiting.states:
+            return result
+        added, behind = _added(waiting.states.pop(0), dt, decay, c, kwargs)
+        if kwargs.get("return_last_state"):
+            return result[0] + added.to(result[0]), result[1] + behind.to(result[1])
+        return result + added.to(result)
+
+    copy = _with_names(inner, {_SCAN: scan})
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(site.slot) if isinstance(site.slot, str) else args[site.slot]
+        state = None if cache is None else held_state(cache, site.layer)[1]
+        if state is None or not cache.layers[site.layer].has_previous_state[0]:
+            waiting.states = []
+        else:  # per head where the module scans its heads one after another
+            waiting.states = [state] if state.ndim == 3 else [*state.unbind(1)]
+        return copy(module, *args, **kwargs)
+
+    return forward
+
+
+def _added(
+    state: Tensor, dt: Tensor, decay: Tensor, c: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What a state `(rows, channels, n)` adds to the outputs of a scan and to the state behind it."""
+    bias = options.get("delta_bias")
+    step = dt if bias is None else dt + bias[..., None].to(dt.dtype)
+    step = nn.functional.softplus(step) if options.get("delta_softplus") else step
+    step = _wide(step).cumsum(-1)  # (rows, channels, tokens)
+    decay, state = _wide(decay), _wide(state)
+    outputs = []
+    for first in range(0, step.shape[-1], _SCAN_TOKENS):
+        some = slice(first, first + _SCAN_TOKENS)
+        carried = (decay[None, :, None] * step[..., some, None]).exp() * state[:, :, None]
+        outputs.append(torch.einsum("rctn,rnt->rct", carried, _wide(c[..., some])))
+    added = torch.cat(outputs, -1)
+    if options.get("z") is not None:
+        added = added * nn.functional.silu(options["z"])
+    return added, (decay * step[..., -1:]).exp() * state
+
+
+@contextmanager
+def _carried(sites: Sequence[_Site]) -> Iterator[None]:
+    """Let the scans of these sites go on from their states."""
+    with _REBINDING, ExitStack() as stack:
+        for site in sites:
+            inner = _forward_of(site.module)
+            if inner is not None:  # else one that is carried already
+                stack.enter_context(_rebound(site.module, _carrying(site, inner)))
+        yield
 
 
 # ------------------------------------------------------------------------------------- what is known
@@ -300,12 +377,14 @@ class RecurrentLayers:
         transitions: Of each site.
         kernel: Of each site the name of the kernel that gives `A` in its own run, or "".
         groups: The same layers by shape, as chunks keep them.
+        scans: The sites whose scans over several tokens have to be told their state.
     """
 
     sites: tuple[_Site, ...]
     transitions: tuple[_Transition, ...]
     kernel: tuple[str, ...]
     groups: tuple[StateLayout, ...]
+    scans: tuple[_Site, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -317,6 +396,10 @@ class RecurrentLayers:
         """Largest relative error of the fitted transitions."""
         return max(transition.residual for transition in self.transitions)
 
+    def carried(self) -> AbstractContextManager[None]:
+        """What passes of several tokens behind others run in."""
+        return _carried(self.scans) if self.scans else nullcontext()
+
     @contextmanager
     def watched(self, before: Mapping[int, State]) -> Iterator[dict[int, Tensor]]:
         """Around one forward pass of several rows: the transitions of each layer, `(rows, ...)`.
@@ -327,6 +410,7 @@ class RecurrentLayers:
         found: dict[int, Tensor] = {}
         mine = threading.get_ident()
         with ExitStack() as stack:
+            stack.enter_context(self.carried())
             if any(self.kernel):
                 stack.enter_context(_REBINDING)
             for site, transition, kernel in zip(
@@ -342,8 +426,8 @@ class RecurrentLayers:
                             found[layer] = tensor
 
                     own = inner.__globals__[kernel]
-                    wrapped = {kernel: _KERNELS[kernel](note, own)}
-                    stack.enter_context(_rebound(site.module, inner, wrapped))
+                    names = {kernel: _KERNELS[kernel](note, own)}
+                    stack.enter_context(_rebound(site.module, _with_names(inner, names)))
 
                 def again(
                     _: Any,
@@ -384,17 +468,44 @@ def measure_states(
             what they are one by one.
     """
     ids = torch.tensor([[5 + 7 * place % 59 for place in range(21)]])
-    _ensure_continues(name, model.dtype, ids, forward, empty)
     sites = _find_sites(model, name, layers, lambda cache: forward(ids[:, :9], cache, 0), empty)
+    scans: tuple[_Site, ...] = ()
+    off = _discontinuity(ids, forward, empty)
+    if off > _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
+        scans = tuple(site for site in sites if _names(site, (_SCAN,)))
+        with _carried(scans):
+            off = _discontinuity(ids, forward, empty)
+    if not off <= _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
+        raise UnsupportedModelError(
+            f"{name}: transformers computes several tokens behind a recurrent state otherwise than "
+            f"one by one (by {off:.2g} standard deviations)"
+        )
+    with _carried(scans):
+        return _measured(model, name, sites, scans, ids, forward, empty)
+
+
+def _measured(
+    model: nn.Module,
+    name: str,
+    sites: tuple[_Site, ...],
+    scans: tuple[_Site, ...],
+    ids: Tensor,
+    forward: Callable[[Tensor, Any, int], Tensor],
+    empty: Callable[[], Any],
+) -> RecurrentLayers:
     cache = empty()
     forward(ids[:, :3], cache, 0)
-    before = {layer: State(*held_state(cache, layer)).cloned() for layer in layers}
+    before = {site.layer: State(*held_state(cache, site.layer)).cloned() for site in sites}
     calls: dict[int, _Call] = {}
     with ExitStack() as stack:
         for site in sites:
 
             def keep(
-                _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any, layer: int = site.layer
+                _: Any,
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+                __: Any,
+                layer: int = site.layer,
             ) -> None:
                 calls[layer] = _Call(args, kwargs)
 
@@ -402,17 +513,18 @@ def measure_states(
         # Few tokens, so that strong decays leave something to be seen.
         forward(ids[:, 3:5], cache, 3)
     transitions = tuple(_fit(site, calls[site.layer], before[site.layer], name) for site in sites)
-    found = RecurrentLayers(
-        sites, transitions, tuple(map(_kernel_of, sites)), _groups(model, sites, transitions, before)
-    )
+    groups = _groups(model, sites, transitions, before)
+    kernels = tuple(_names(site, _KERNELS) for site in sites)
+    found = RecurrentLayers(sites, transitions, kernels, groups, scans)
     return replace(found, kernel=_agreeing(found, before, ids[:, 3:5], forward, empty, ids[:, :3]))
 
 
-def _kernel_of(site: _Site) -> str:
+def _names(site: _Site, kernels: Iterable[str]) -> str:
+    """The one of these kernels that a site's forward function calls by its name, or ""."""
     inner = _forward_of(site.module)
     if inner is None:
         return ""
-    names = [name for name in _KERNELS if name in inner.__code__.co_names]
+    names = [name for name in kernels if name in inner.__code__.co_names]
     return names[0] if len(names) == 1 and names[0] in inner.__globals__ else ""
 
 
@@ -487,14 +599,10 @@ def _groups(
     return tuple(StateLayout(tuple(own), *key) for key, own in members.items())
 
 
-def _ensure_continues(
-    name: str,
-    dtype: torch.dtype,
-    ids: Tensor,
-    forward: Callable[[Tensor, Any, int], Tensor],
-    empty: Callable[[], Any],
-) -> None:
-    """Compare several tokens behind others at once with the same one by one, everything stock."""
+def _discontinuity(
+    ids: Tensor, forward: Callable[[Tensor, Any, int], Tensor], empty: Callable[[], Any]
+) -> float:
+    """How far several tokens behind others at once are from the same one by one."""
     cache = empty()
     forward(ids[:, :8], cache, 0)
     whole = forward(ids[:, 8:], cache, 8)
@@ -502,12 +610,7 @@ def _ensure_continues(
     forward(ids[:, :8], cache, 0)
     steps = [forward(ids[:, place : place + 1], cache, place) for place in range(8, ids.shape[1])]
     single = torch.cat(steps, 1).float()
-    off = float((whole.float() - single).abs().max() / single.std())
-    if not off <= _CONTINUES.get(dtype, _CONTINUES_ELSE):
-        raise UnsupportedModelError(
-            f"{name}: transformers computes several tokens behind a recurrent state otherwise than "
-            f"one by one (by {off:.2g} standard deviations)"
-        )
+    return float((whole.float() - single).abs().max() / single.std())
 
 
 def _find_sites(
@@ -527,7 +630,7 @@ def _find_sites(
         slots: list[int | str] = [place for place, one in enumerate(args) if one is cache]
         slots += [key for key, one in kwargs.items() if one is cache]
         if slots:
-            found.setdefault(layer, _Site(names[id(module)], module, layer, slots[0]))
+            found.setdefault(layer, _Site(names[id(module)], module, layer, slots[0], type(cache)))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack.append((module, args, kwargs))

@@ -68,9 +68,7 @@ class Home:
     def empty(self, layout: ChunkLayout, tokens: int) -> tuple[tuple[Tensor, ...], ...]:
         """Uninitialised tensors for a chunk, one tuple per group."""
         return tuple(
-            tuple(
-                allocate(shape, dtype, self.device, pinned=self.pinned) for dtype, shape in specs
-            )
+            tuple(allocate(shape, dtype, self.device, pinned=self.pinned) for dtype, shape in specs)
             for specs in layout.specs(tokens)
         )
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.cache_utils import Cache
 
 from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
-from kvcache_rag.models.cache import BufferLayer, bare_layer, layer_of
+from kvcache_rag.models.cache import BufferLayer, bare_layer, cache_of, layer_of
 from kvcache_rag.models.deferred.segments import turns_whole
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers.cache_utils import Cache
 
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.models.deferred.segments import HeldSegment, LayerCall, SegmentTable
@@ -220,4 +220,4 @@ def deferred_cache(
             else:
                 front = LayerChunks(held, *where)
             layers.append(layer_of(kind, TailLayer, *slots[index], front))
-    return Cache(layers=layers)
+    return cache_of(layers, held.tail)
