@@ -1,15 +1,15 @@
 """The other side of the laws of recurrent layers: tokens one by one, nothing composed.
 
-No transition is formed, no kernel for several tokens is called, no block mask is made, and no module
-is told from another.  Each token goes through the whole model's own way of decoding, in three rows
-of a batch whose hidden states are made equal before every decoder layer:
+No transition is formed, no kernel for several tokens is called, no block mask is made, and no
+module is told from another.  Each token goes through the whole model's own way of decoding, in
+three rows of a batch whose hidden states are made equal before every decoder layer:
 
 - row 0 is the chunk behind its copy of the prefix alone: what it computes is what the chunk is;
 - row 1 takes the prompt's state through the same inputs, with the window that the chunk itself has;
 - row 2 takes the prompt's window through the same inputs.
 
-Behind a chunk the prompt goes on with the state of row 1 and the window of row 2, and the question's
-tokens follow one by one behind the keys and values of all chunks.
+Behind a chunk the prompt goes on with the state of row 1 and the window of row 2, and the
+question's tokens follow one by one behind the keys and values of all chunks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ States = dict[int, tuple["Tensor | None", "Tensor | None"]]
 
 
 def reference_logits(
-    model: Any, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int]
+    model: Any,
+    prefix: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    query: Sequence[int],
+    head: int = 0,
 ) -> Tensor:
-    """Logits `(query, vocabulary)` of the question behind chunks that do not see each other."""
+    """Logits `(query, vocabulary)` of the question behind chunks that do not see each other.
+
+    The first `head` tokens of every chunk but the first see all that stands before them; the rest
+    of a chunk is what it is behind its own head alone.
+    """
     kept: list[dict[int, tuple[Tensor, Tensor]]] = []
     start: States = {}
     with torch.no_grad():
@@ -44,16 +52,28 @@ def reference_logits(
             kept += [_step(model, token, place, cache) for place, token in enumerate(prefix)]
             start = _states(cache, 0)
         prompt, place = start, len(prefix)
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
+            anew = min(head, len(chunk)) if number else 0
             cache = _cache(model)
-            for number, token in enumerate(prefix):  # its copy stands right before the chunk
-                _step(model, token, place - len(prefix) + number, cache)
-            _begin(cache, start, prompt)
-            kept += [_step(model, token, place + n, cache) for n, token in enumerate(chunk)]
-            prompt = {
-                layer: (_states(cache, 2)[layer][0], _states(cache, 1)[layer][1])
-                for layer in _recurrent(cache)
-            }
+            for before, token in enumerate(prefix):  # its copy stands right before the chunk
+                _step(model, token, place - len(prefix) + before, cache)
+            if anew:
+                _begin(cache, start, start)
+                for n, token in enumerate(chunk[:anew]):
+                    _step(model, token, place + n, cache)
+                in_prompt = _filled(model, kept, prompt)
+                for n, token in enumerate(chunk[:anew]):
+                    _forward(model, torch.tensor([[token]]), place + n, in_prompt)
+                    kept.append(_newest(in_prompt))
+                prompt = _states(in_prompt, 0)
+            _begin(cache, _states(cache, 0) if anew else start, prompt)
+            for n, token in enumerate(chunk[anew:], anew):
+                kept.append(_step(model, token, place + n, cache))
+            if anew < len(chunk):
+                windows, states = _states(cache, 2), _states(cache, 1)
+                prompt = {
+                    layer: (windows[layer][0], states[layer][1]) for layer in _recurrent(cache)
+                }
             place += len(chunk)
         cache = _filled(model, kept, prompt)
         logits = []
@@ -87,6 +107,10 @@ def _step(model: Any, token: int, place: int, cache: Any) -> dict[int, tuple[Ten
         for layer in _decoder_layers(model):
             hooks.callback(layer.register_forward_pre_hook(alike, with_kwargs=True).remove)
         _forward(model, torch.full((ROWS, 1), token), place, cache)
+    return _newest(cache)
+
+
+def _newest(cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
     return {
         index: (layer.keys[:1, :, -1:].clone(), layer.values[:1, :, -1:].clone())
         for index, layer in enumerate(cache.layers)
@@ -122,7 +146,7 @@ def _forward(model: Any, ids: Tensor, place: int, cache: Any) -> Tensor:
 
 
 class _Lightning(MiniMaxCache):
-    """MiniMax's own cache, which counts the tokens of layer 0 alone, where layer 0 may keep none."""
+    """MiniMax's own cache, which counts the tokens of layer 0 alone, though it may keep none."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max((layer.get_seq_length() for layer in self.layers), default=0)

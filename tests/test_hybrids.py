@@ -17,7 +17,7 @@ from laws import (
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS
 
-from kvcache_rag import Engine, FullRecompute, Reuse, UnsupportedModelError
+from kvcache_rag import Engine, FullRecompute, LegoLink, Reuse, UnsupportedModelError
 
 TOLERANCE = 5e-4
 # Shorter than every convolution; a single token; in any order, with repeats.
@@ -55,6 +55,29 @@ def test_stitched_chunks_are_tokens_one_by_one(engine: Engine, order: tuple[int,
     assert error(found, reference(engine, texts_of(order))) < TOLERANCE
     again = engine.logits(QUESTION, texts_of(order), policy=Reuse())
     assert torch.equal(found, again), "a stored chunk was changed by using it"
+
+
+@pytest.mark.parametrize("order", [*ORDERS, (1, 2)], ids=str)
+def test_heads_computed_again_are_tokens_one_by_one(
+    engine: Engine, order: tuple[int, ...]
+) -> None:
+    texts, policy = texts_of(order), LegoLink(6)
+    cut = Engine(engine.model, engine.tokenizer, template=engine.template, policy=policy)
+    ids = cut.tokenize(QUESTION, texts)
+    parts = ids.prefix, ids.chunks, ids.query
+    expected = reference_logits(engine.model, *parts, head=6)
+    found = cut.logits(QUESTION, texts)
+    assert error(found, expected) < TOLERANCE
+    assert error(found, reference_logits(engine.model, *parts)) > 10 * TOLERANCE
+    # Chunks that are cut can be reused as they are, too.
+    reused = cut.logits(QUESTION, texts, policy=Reuse())
+    assert error(reused, engine.logits(QUESTION, texts, policy=Reuse())) < TOLERANCE
+
+
+def test_heads_as_long_as_their_chunks_are_a_full_prefill(engine: Engine) -> None:
+    policy = LegoLink(1000)
+    cut = Engine(engine.model, engine.tokenizer, template=engine.template, policy=policy)
+    assert error(cut.logits(QUESTION, TEXTS), plain_logits(cut, TEXTS)) < TOLERANCE
 
 
 def said(engine: Engine, texts: list[str], question: str = QUESTION, tokens: int = 5) -> list[int]:

@@ -144,6 +144,7 @@ class Engine:
         self.template = template or PromptTemplate()
         self._trained = trained_for_blocks(model)
         self.policy: ReusePolicy = policy or default_policy(trained=self._trained)
+        self._adapter.keep_heads(self.policy.head)
         self._refusal = self._adapter.why_refused
         # Nobody insists on the default: it follows the adapters, and a refused model answers by
         # full prefill instead.

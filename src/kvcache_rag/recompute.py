@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.cache import HaltedError, recompute_cache
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.models.cache import HaltedError, buffer_cache, keep_states, recompute_cache
+from kvcache_rag.stitching.states import StateWalk
 
 if TYPE_CHECKING:
+    from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
@@ -64,6 +66,9 @@ def _checked(policy: ReusePolicy, selected: Any, shape: StitchedPrompt) -> Tenso
 def recompute(row: StitchedRow, selected: Tensor) -> None:
     """Compute chosen tokens again, and the query but its last token, writing both into the buffer.
 
+    The query is left to whoever goes on where there are recurrent layers, which hold what is behind
+    the last token alone (`ContextRow.missing`).
+
     The pass ends once the last layer has its keys and values.
 
     Args:
@@ -75,6 +80,9 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     """
     model, query = row.model, row.shape.spans[-1]
     context, stop = query.start, query.stop - 1
+    if model.recurrent is not None:
+        _recompute_in_order(row, selected)
+        return
     model.ensure_recomputable()
     chosen = selected.nonzero()[:, 0]  # (chosen,) int64 places in the prompt, ascending
     places = torch.cat([chosen, torch.arange(context, stop)])  # (chosen + query - 1,)
@@ -84,3 +92,46 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     with suppress(HaltedError):
         # (1, chosen + query - 1) ids; the pass halts before any logits.
         model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)
+
+
+def _recompute_in_order(row: StitchedRow, selected: Tensor) -> None:
+    """The same in a model with recurrent layers, chunk by chunk, and without the query.
+
+    A token inside a recurrent layer has no place of its own: what follows it depends on it.  So
+    whole chunks are computed again, or heads at which they are cut; states go through the rest.
+    """
+    model, buffer = row.model, row.buffer
+    layout = model.measured
+    prefix = row.segments[0].chunk if row.segments[0].column == 0 else None
+    has_prefix = len(row.segments) > len(row.shape.chunks)
+    walk = StateWalk(layout.states, prefix, buffer.states)
+    if has_prefix:
+        walk.through(row.segments[0].chunk)
+    for segment, span in zip(row.segments[has_prefix:], row.shape.chunks, strict=True):
+        chosen = selected[span.start : span.stop]
+        count = int(chosen.sum())
+        if count:
+            _ensure_head(layout, chosen, count)
+            _compute(row, span.start, span.start + count)
+            walk.at()
+        if count < len(span):
+            walk.through(segment.chunk, head=count)
+
+
+def _ensure_head(layout: ModelLayout, chosen: Tensor, count: int) -> None:
+    is_head = bool(chosen[:count].all())
+    cuts = {group.head for group in layout.states if group.form != "none"}
+    if not is_head or (count < len(chosen) and cuts - {count}):
+        raise UnsupportedModelError(
+            "in a model with recurrent layers single tokens cannot be computed again, as what "
+            "follows in their chunk depends on them; use BestLast(), Reuse(), Combination(), or "
+            "LegoLink(n) as the policy of the engine, whose chunks are then cut behind n tokens"
+        )
+
+
+def _compute(row: StitchedRow, start: int, stop: int) -> None:
+    """Compute tokens of a prompt behind what its buffer holds up to there."""
+    cache = buffer_cache(row.buffer, row.model.measured.kinds, start)
+    if start < stop:
+        row.model.forward(row.ids[None, start:stop], cache, torch.arange(start, stop), keep=1)
+    keep_states(cache, row.buffer)

@@ -16,7 +16,7 @@ import torch
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.attention.scaled import weighed_chunks
-from kvcache_rag.models.cache import buffer_cache, held_state, remember
+from kvcache_rag.models.cache import buffer_cache, keep_states, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
 from kvcache_rag.models.deferred.support import (
     deferral_refusal,
@@ -127,7 +127,9 @@ class ContextRow:
 
         The query; its last token, once tokens were computed again and the query with them.
         """
-        is_query = not self.is_advanced and (self.selected is None or self.is_copy)
+        in_order = self.stitched is not None and self.stitched.model.recurrent is not None
+        is_computed = self.selected is not None and not self.is_copy and not in_order
+        is_query = not self.is_advanced and not is_computed
         return self.shape.tokens - self.shape.context_tokens if is_query else 1
 
     @property
@@ -453,7 +455,7 @@ class ContextFiller:
             if row.can_be_copied:
                 known[prompt.chunks] = row
         if len(rows) > 1 and self.model.recurrent is not None:
-            rows = [self._advanced(row) for row in rows]
+            rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
         return Context(self.model, rows, "copied", buffer, why)
 
     def choose(self, prompt: Prompt) -> ContextRow:
@@ -474,7 +476,7 @@ class ContextFiller:
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)
         ids, shape = self._joined(prompt, loaded)
-        stitched = StitchedRow(self.model, place, ids, shape)
+        stitched = StitchedRow(self.model, place, ids, shape, loaded.segments)
         row = ContextRow(ids, shape, loaded, policy, stitched)
         if policy.is_reuse or not shape.context_tokens:
             return row
@@ -514,10 +516,7 @@ class ContextFiller:
         if stop > context:
             places = torch.arange(context, stop)
             self.model.forward(row.ids[None, context:stop], cache, places, keep=1)
-        for layer, places_of in buffer.layer_states().items():
-            for place, held in zip(places_of, held_state(cache, layer), strict=True):
-                if place is not None:
-                    place.copy_(torch.zeros_like(place) if held is None else held)
+        keep_states(cache, buffer)
         self.model.wait()
         return replace(row, recomputing=time.perf_counter() - started, is_advanced=True)
 

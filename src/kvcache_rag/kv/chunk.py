@@ -80,6 +80,8 @@ class StateLayout:
         transition: Dtype and shape of `A` as it is stored, or None.
         form: How `A` is applied.
         kept: Dtype in which the model keeps a state; None without one.
+        head: First tokens of a chunk that may be computed again in a prompt.  The state behind them
+            and the transition of the rest are kept, too; with 0, not.
     """
 
     layers: tuple[int, ...]
@@ -88,11 +90,14 @@ class StateLayout:
     transition: TensorSpec | None
     form: TransitionForm
     kept: torch.dtype | None
+    head: int = 0
 
     @property
     def parts(self) -> dict[str, TensorSpec]:
         """Dtype and shape `[layers, ...]` of what there is, by name."""
         found = {"window": self.window, "state": self.state, "transition": self.transition}
+        if self.head and self.form != "none":
+            found |= {"head": self.state, "rest": self.transition}
         return {
             name: (spec[0], (len(self.layers), *spec[1]))
             for name, spec in found.items()
@@ -124,7 +129,8 @@ class ChunkLayout:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Names per group: `kv`, or `k` and `v`; with `.index` when there are several.
 
-        Those of recurrent layers are `window.index`, `state.index` and `transition.index`.
+        Those of recurrent layers are `window.index`, `state.index`, `transition.index`, and
+        `head.index` and `rest.index` where chunks are cut.
         """
         tails = (
             [""] if len(self.groups) == 1 else [f".{index}" for index in range(len(self.groups))]
@@ -162,7 +168,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """What layers keep of one chunk: keys and values, with keys at their local positions, and states.
+    """What layers keep of one chunk: states, and keys and values, keys at their local positions.
 
     Attributes:
         layout: Shapes and dtype of the tensors.
@@ -199,7 +205,7 @@ class ChunkKV:
 
     @property
     def states(self) -> tuple[Mapping[str, Tensor], ...]:
-        """Per group of recurrent layers its `window`, `state` and `transition`, what there is."""
+        """Per group of recurrent layers what it keeps, by the names of `StateLayout.parts`."""
         behind = self.tensors[len(self.layout.groups) :]
         return tuple(
             dict(zip(state.parts, tensors, strict=True))

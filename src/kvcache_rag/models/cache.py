@@ -372,7 +372,7 @@ def layer_of(kind: LayerKind, own: type[DynamicLayer], *args: Any) -> Any:
 
 
 def held_state(cache: Cache, layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """What a layer of a cache remembers, not copied: `(rows, channels, width)` and `(rows, ...)`."""
+    """Window `(rows, channels, width)` and state `(rows, ...)` of a cache's layer, not copied."""
     own = cache.layers[layer]
     return own.conv_states[0], own.recurrent_states[0]
 
@@ -381,6 +381,14 @@ def remember(cache: Cache, states: Mapping[int, tuple[Tensor | None, Tensor | No
     """Let the recurrent layers of a cache go on from copies of these windows and states."""
     for layer, (window, state) in states.items():
         cache.layers[layer].remember(window, state)
+
+
+def keep_states(cache: Cache, buffer: KVBuffer) -> None:
+    """Write what the recurrent layers of a cache remember to its buffer, for the next cache."""
+    for layer, places in buffer.layer_states().items():
+        for place, held in zip(places, held_state(cache, layer), strict=True):
+            if place is not None:
+                place.copy_(torch.zeros_like(place) if held is None else held)
 
 
 def _grown(buffer: Tensor, capacity: int) -> Tensor:

@@ -398,7 +398,7 @@ def _with_default(model: Any, config: GenerationConfig) -> Any:
 
 
 def _advance(model: TransformersModel, ids: Tensor, cache: Any) -> None:
-    """Let a cache hold all but the last column: several behind a state are our own passes' affair."""
+    """Let a cache hold all but the last column: several behind a state are our passes' affair."""
     held, stop = cache.get_seq_length(), ids.shape[1] - 1
     if held < stop:
         with torch.inference_mode():

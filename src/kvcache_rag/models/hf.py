@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ from kvcache_rag.models.cache import (
     cache_name,
     growing_cache,
     held_state,
+    keep_states,
     layer_kinds,
     layer_tensors,
     own_class,
@@ -37,7 +39,13 @@ from kvcache_rag.models.cache import (
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
-from kvcache_rag.models.states import RecurrentLayers, State, measure_states
+from kvcache_rag.models.states import (
+    RecurrentLayers,
+    State,
+    combined,
+    measure_states,
+    rest_of,
+)
 from kvcache_rag.models.undisturbed import undisturbed
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
@@ -480,16 +488,30 @@ class TransformersModel:
         for states, group in zip(buffer.states, prefix.states if prefix else (), strict=False):
             for name, tensor in states.items():  # [layers, chunks, ...]
                 tensor.copy_(group[name][:, None])
-        cache = buffer_cache(buffer, self.measured.kinds, start, halts=halts)
-        with suppress(HaltedError), self._watched(buffer) as transitions:
-            self.forward(ids, cache, positions, keep=1)
-        kept = _kept_states(layout, cache, transitions)
+        kinds, of_head = self.measured.kinds, dict[int, Tensor]()
+        cut = min(max((group.head for group in layout.states), default=0), longest)
+        if cut:
+            cache = buffer_cache(buffer, kinds, start)
+            with self._watched(buffer) as of_head:
+                self.forward(ids[:, :cut], cache, positions[:cut], keep=1)
+            keep_states(cache, buffer)
+        cache = buffer_cache(buffer, kinds, start + cut, halts=halts)
+        with suppress(HaltedError), self._watched(buffer) as of_rest:
+            if cut < longest:
+                self.forward(ids[:, cut:], cache, positions[cut:], keep=1)
+        kept = _kept_states(buffer, cache, of_head, of_rest)
         return [
             _extract(
                 buffer, row, start, chunk, [[part[:, row] for part in group] for group in kept]
             )
             for row, chunk in enumerate(chunks)
         ]
+
+    def keep_heads(self, tokens: int) -> None:
+        """From now on keep of chunks what computing so many first tokens again needs."""
+        if self.layout is not None:
+            states = tuple(replace(group, head=tokens) for group in self.layout.states)
+            self.layout = replace(self.layout, states=states)
 
     def _watched(self, buffer: KVBuffer) -> AbstractContextManager[Mapping[int, Tensor]]:
         """Around a pass that begins at a buffer's states: the transitions of recurrent layers."""
@@ -520,22 +542,37 @@ def _extract(
 
 
 def _kept_states(
-    layout: ChunkLayout, cache: Any, transitions: Mapping[int, Tensor]
+    buffer: KVBuffer, cache: Any, of_head: Mapping[int, Tensor], of_rest: Mapping[int, Tensor]
 ) -> list[list[Tensor]]:
     """Per group of recurrent layers what chunks keep of them, `[layers, rows, ...]`.
+
+    Args:
+        buffer: Holds the states behind the heads of the chunks, if they are cut.
+        cache: Behind the chunks.
+        of_head: The transitions of the heads, by layer.
+        of_rest: Those of the rest; nothing where that is nothing.
 
     Raises:
         UnsupportedModelError: If a state is too large for the dtype that it is stored in.
     """
-    kept = []
-    for group in layout.states:
-        held = [(*held_state(cache, layer), transitions.get(layer)) for layer in group.layers]
-        found = dict(zip(("window", "state", "transition"), zip(*held, strict=True), strict=True))
+    kept, heads = [], buffer.layer_states()
+    for group in buffer.layout.states:
+        held = [held_state(cache, layer) for layer in group.layers]
+        found: dict[str, list[Any]] = {
+            "window": [window for window, _ in held],
+            "state": [state for _, state in held],
+            "head": [heads[layer][1] for layer in group.layers],
+            "rest": [rest_of(group.form, of_head, of_rest, layer) for layer in group.layers],
+        }
+        found["transition"] = [
+            rest if layer not in of_head else combined(group.form, of_head[layer], rest)
+            for layer, rest in zip(group.layers, found["rest"], strict=True)
+        ]
         parts = []
         for name, (dtype, _) in group.parts.items():
-            wide = torch.stack(found[name])  # type: ignore[arg-type]  # there where the layout says
+            wide = torch.stack(found[name])
             part = wide.to(dtype)
-            if name == "state" and not bool(part.isfinite().all()):
+            if not bool(part.isfinite().all()):
                 raise UnsupportedModelError(
                     f"layers {group.layers} have states of up to {float(wide.abs().max()):.3g}, "
                     f"which {dtype} does not hold; load the model in float32"

@@ -5,17 +5,15 @@ watching one forward pass.  A recurrent layer is affine in the state before its 
 everything else as computed from the tokens themselves: `S -> A(S) + B`.  What form `A` has is found
 once, by running a site again on the same inputs from states of our choice (`fit`); what `A` is for
 a chunk comes out of the run of the kernel that computes the chunk, where that is one we know
-(`_KERNELS`), and out of a second run of the site elsewhere.  No model family is named.
+(`KERNELS`), and out of a second run of the site elsewhere.  No model family is named.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,9 +30,19 @@ from kvcache_rag.models.cache import (
     beside_state,
     held_state,
 )
+from kvcache_rag.models.recurrent_kernels import (
+    KERNELS,
+    SCAN,
+    carrying,
+    forward_of,
+    named_kernel,
+    rebound,
+    wide,
+    with_names,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import TensorSpec, TransitionForm
@@ -102,9 +110,7 @@ class _Site:
             args = (*args[: self.slot], cache, *args[self.slot + 1 :])
         with suppress(HaltedError):
             self.module.forward(*args, **kwargs)
-        found = held_state(cache, self.layer)[1]
-        assert found is not None  # it was given one
-        return found
+        return _there(held_state(cache, self.layer)[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +137,11 @@ class _Transition:
 
     def measured(self, site: _Site, call: _Call, before: State) -> Tensor:
         """`A` of the inputs of a call, float32 or wider, by running the site again."""
-        state = before.state
-        assert state is not None
+        state = _there(before.state)
         large = _LARGE.get(state.dtype, _LARGE_ELSE)
         if self.form == "scale":
             full = site.behind(call, before.window, torch.full_like(state, large))
-            full = _wide(full) / large
+            full = wide(full) / large
             for axis in self.axes:
                 full = full.narrow(axis, 0, 1)
             return full.clone()
@@ -149,9 +154,15 @@ class _Transition:
             for place in range(count):
                 where = (first + place, place) if self.form == "left" else (place, first + place)
                 probe[(..., *where)] = large
-            got = _wide(site.behind(call, before.window, probe)) / large
+            got = wide(site.behind(call, before.window, probe)) / large
             parts.append(got[..., :count] if self.form == "left" else got[..., :count, :])
         return torch.cat(parts, -1 if self.form == "left" else -2)
+
+
+def _there(state: Tensor | None) -> Tensor:
+    if state is None:
+        raise RuntimeError("a site that keeps a state kept none")
+    return state
 
 
 def applied(form: TransitionForm, transition: Tensor, state: Tensor) -> Tensor:
@@ -163,8 +174,23 @@ def applied(form: TransitionForm, transition: Tensor, state: Tensor) -> Tensor:
     return transition.to(state) * state
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def combined(form: TransitionForm, first: Tensor, second: Tensor) -> Tensor:
+    """`A` of tokens whose first ones have one and whose others have another."""
+    if form == "left":
+        return second @ first
+    return first @ second if form == "right" else first * second
+
+
+def rest_of(
+    form: TransitionForm, of_head: Mapping[int, Tensor], of_rest: Mapping[int, Tensor], layer: int
+) -> Tensor | None:
+    """`A` of the tokens behind a head, which may be none."""
+    if layer in of_rest or layer not in of_head:
+        return of_rest.get(layer)
+    first = of_head[layer]
+    if form == "scale":
+        return torch.ones_like(first)
+    return torch.eye(first.shape[-1], dtype=first.dtype, device=first.device).expand_as(first)
 
 
 def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
@@ -183,8 +209,8 @@ def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
         return (large * torch.randn(state.shape, generator=generator)).to(state)
 
     probes = random(), random()
-    base = _wide(site.behind(call, before.window, torch.zeros_like(state)))
-    seen = [_wide(site.behind(call, before.window, probe)) - base for probe in probes]
+    base = wide(site.behind(call, before.window, torch.zeros_like(state)))
+    seen = [wide(site.behind(call, before.window, probe)) - base for probe in probes]
     # Exactly: a strong decay leaves 1e-20, and that is not nothing (what is behind may be, too).
     if not any(bool(got.any()) for got in seen):
         return _Transition("none")
@@ -197,7 +223,7 @@ def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
         found = transition.measured(site, call, before)
         residual = max(
             float(
-                (applied(transition.form, found, _wide(probe)) - got).abs().max() / got.abs().max()
+                (applied(transition.form, found, wide(probe)) - got).abs().max() / got.abs().max()
             )
             for probe, got in zip(probes, seen, strict=True)
         )
@@ -210,150 +236,7 @@ def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
     )
 
 
-# ---------------------------------------------------------------------------- transitions in one run
-# By the names under which transformers' modelling modules know their kernels. They are given to one
-# module of one model, as globals of a copy of its forward function, for the time of one pass.
-
-
-def _of_delta_rule(found: Callable[[Tensor], None], kernel: Any) -> Any:
-    """A delta rule treats every column of its state alike.
-
-    So it is given as many columns more as a key is wide, whose values are 0 and whose state is the
-    identity: what it makes of them is `A` (arXiv 2406.06484, equation 3: `S (I - beta k k^T)`).
-    """
-
-    def wrapped(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows, width = key.shape[-1], value.shape[-1]
-        state = kwargs.pop("initial_state", None)
-        if state is None:
-            state = torch.zeros(value.shape[0], value.shape[2], rows, width, device=value.device)
-        unit = torch.eye(rows, device=state.device).expand(*state.shape[:2], rows, rows)
-        wide = _wide(state)
-        output, behind = kernel(
-            query,
-            key,
-            nn.functional.pad(value, (0, rows)),
-            *args,
-            initial_state=torch.cat([wide, unit.to(wide)], -1),
-            **kwargs,
-        )
-        if behind is not None:
-            found(behind[..., width:].clone())
-            behind = behind[..., :width].contiguous()
-        return output[..., :width].contiguous(), behind
-
-    return wrapped
-
-
-def _of_mamba2(found: Callable[[Tensor], None], kernel: Any) -> Any:
-    """One number a head decays at each token: `exp(A dt)` (arXiv 2405.21060, section 2)."""
-
-    def wrapped(hidden: Tensor, dt: Tensor, decay: Tensor, *args: Any, **kwargs: Any) -> Any:
-        bias = kwargs.get("dt_bias")
-        step = dt if bias is None else dt + bias.to(dt.dtype)
-        step = nn.functional.softplus(step) if kwargs.get("dt_softplus") else step
-        step = _wide(step.clamp(*kwargs.get("dt_limit", (0.0, math.inf))))  # (rows, tokens, heads)
-        found((_wide(decay) * step).sum(1).exp()[..., None, None])  # (rows, heads, 1, 1)
-        return kernel(hidden, dt, decay, *args, **kwargs)
-
-    return wrapped
-
-
-_KERNELS: Final[dict[str, Callable[[Callable[[Tensor], None], Any], Any]]] = {
-    "torch_chunk_gated_delta_rule": _of_delta_rule,
-    "chunk_kimi_delta_attention": _of_delta_rule,
-    "mamba2_chunk_scan": _of_mamba2,
-}
-
 _REBINDING = new_rlock()
-
-
-def _forward_of(module: nn.Module) -> FunctionType | None:
-    """The forward function of a module's class without its decorators; None where it has its own."""
-    inner = inspect.unwrap(type(module).forward)
-    return inner if "forward" not in vars(module) and isinstance(inner, FunctionType) else None
-
-
-def _with_names(inner: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """The same function, which knows other functions under some global names."""
-    copy = FunctionType(
-        inner.__code__,
-        {**inner.__globals__, **names},
-        inner.__name__,
-        inner.__defaults__,
-        inner.__closure__,
-    )
-    copy.__kwdefaults__ = inner.__kwdefaults__
-    return copy
-
-
-@contextmanager
-def _rebound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let this module alone, and only for now, have another forward function."""
-    vars(module)["forward"] = MethodType(forward, module)
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-
-
-# ----------------------------------------------------------------------- scans that begin at nothing
-# Mamba1's scan over several tokens begins at zeros in transformers, whatever state there is (its fast
-# kernel takes none); off by several standard deviations. The scan is linear, so what the state adds
-# is put on top of what any kernel gives, in the same way: for one module, for one pass.
-
-_SCAN: Final = "mamba_selective_scan"
-_SCAN_TOKENS: Final = 64  # worked on at once: `(rows, channels, tokens, states)` is large
-
-
-def _carrying(site: _Site, inner: FunctionType) -> Callable[..., Any]:
-    """A forward function whose scans go on from the state that its cache holds."""
-    waiting = threading.local()
-    kernel = inner.__globals__[_SCAN]
-
-    def scan(
-        hidden: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = kernel(hidden, dt, decay, b, c, *args, **kwargs)
-        if not waiting.states:
-            return result
-        added, behind = _added(waiting.states.pop(0), dt, decay, c, kwargs)
-        if kwargs.get("return_last_state"):
-            return result[0] + added.to(result[0]), result[1] + behind.to(result[1])
-        return result + added.to(result)
-
-    copy = _with_names(inner, {_SCAN: scan})
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(site.slot) if isinstance(site.slot, str) else args[site.slot]
-        state = None if cache is None else held_state(cache, site.layer)[1]
-        if state is None or not cache.layers[site.layer].has_previous_state[0]:
-            waiting.states = []
-        else:  # per head where the module scans its heads one after another
-            waiting.states = [state] if state.ndim == 3 else [*state.unbind(1)]
-        return copy(module, *args, **kwargs)
-
-    return forward
-
-
-def _added(
-    state: Tensor, dt: Tensor, decay: Tensor, c: Tensor, options: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """What a state `(rows, channels, n)` adds to the outputs of a scan and to the state behind it."""
-    bias = options.get("delta_bias")
-    step = dt if bias is None else dt + bias[..., None].to(dt.dtype)
-    step = nn.functional.softplus(step) if options.get("delta_softplus") else step
-    step = _wide(step).cumsum(-1)  # (rows, channels, tokens)
-    decay, state = _wide(decay), _wide(state)
-    outputs = []
-    for first in range(0, step.shape[-1], _SCAN_TOKENS):
-        some = slice(first, first + _SCAN_TOKENS)
-        carried = (decay[None, :, None] * step[..., some, None]).exp() * state[:, :, None]
-        outputs.append(torch.einsum("rctn,rnt->rct", carried, _wide(c[..., some])))
-    added = torch.cat(outputs, -1)
-    if options.get("z") is not None:
-        added = added * nn.functional.silu(options["z"])
-    return added, (decay * step[..., -1:]).exp() * state
 
 
 @contextmanager
@@ -361,13 +244,13 @@ def _carried(sites: Sequence[_Site]) -> Iterator[None]:
     """Let the scans of these sites go on from their states."""
     with _REBINDING, ExitStack() as stack:
         for site in sites:
-            inner = _forward_of(site.module)
+            inner = forward_of(site.module)
             if inner is not None:  # else one that is carried already
-                stack.enter_context(_rebound(site.module, _carrying(site, inner)))
+                stack.enter_context(rebound(site.module, carrying(inner, site.layer, site.slot)))
         yield
 
 
-# ------------------------------------------------------------------------------------- what is known
+# ---------------------------------------------------------------------------- what is known
 @dataclass(frozen=True, eq=False)
 class RecurrentLayers:
     """The recurrent layers of a model, and how states get through them.
@@ -418,7 +301,7 @@ class RecurrentLayers:
             ):
                 if transition.form == "none":
                     continue
-                inner = _forward_of(site.module) if kernel else None
+                inner = forward_of(site.module) if kernel else None
                 if inner is not None:
 
                     def note(tensor: Tensor, layer: int = site.layer) -> None:
@@ -426,8 +309,8 @@ class RecurrentLayers:
                             found[layer] = tensor
 
                     own = inner.__globals__[kernel]
-                    names = {kernel: _KERNELS[kernel](note, own)}
-                    stack.enter_context(_rebound(site.module, _with_names(inner, names)))
+                    names = {kernel: KERNELS[kernel](note, own)}
+                    stack.enter_context(rebound(site.module, with_names(inner, names)))
 
                 def again(
                     _: Any,
@@ -472,7 +355,7 @@ def measure_states(
     scans: tuple[_Site, ...] = ()
     off = _discontinuity(ids, forward, empty)
     if off > _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
-        scans = tuple(site for site in sites if _names(site, (_SCAN,)))
+        scans = tuple(site for site in sites if named_kernel(site.module, (SCAN,)))
         with _carried(scans):
             off = _discontinuity(ids, forward, empty)
     if not off <= _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
@@ -514,18 +397,9 @@ def _measured(
         forward(ids[:, 3:5], cache, 3)
     transitions = tuple(_fit(site, calls[site.layer], before[site.layer], name) for site in sites)
     groups = _groups(model, sites, transitions, before)
-    kernels = tuple(_names(site, _KERNELS) for site in sites)
+    kernels = tuple(named_kernel(site.module, KERNELS) for site in sites)
     found = RecurrentLayers(sites, transitions, kernels, groups, scans)
     return replace(found, kernel=_agreeing(found, before, ids[:, 3:5], forward, empty, ids[:, :3]))
-
-
-def _names(site: _Site, kernels: Iterable[str]) -> str:
-    """The one of these kernels that a site's forward function calls by its name, or ""."""
-    inner = _forward_of(site.module)
-    if inner is None:
-        return ""
-    names = [name for name in kernels if name in inner.__code__.co_names]
-    return names[0] if len(names) == 1 and names[0] in inner.__globals__ else ""
 
 
 def _agreeing(

@@ -108,6 +108,8 @@ class ReusePolicy(ABC):
         needs_scorer: Whether `select` reads `signals.relevance()`.
         auxiliary: The scorer, None for the engine's own.
         scaling: How the query weighs the chunks; None is plain attention.
+        head: First tokens of chunks that it computes again; of models with recurrent layers chunks
+            have to be cut there.
     """
 
     positions: PositionScheme = "reordered"
@@ -117,6 +119,7 @@ class ReusePolicy(ABC):
     needs_scorer: bool = False
     auxiliary: Scorer | None = None
     scaling: AttentionScaling | None = None
+    head: int = 0
     name: ClassVar[str]
 
     @property

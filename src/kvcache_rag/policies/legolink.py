@@ -43,6 +43,11 @@ class LegoLink(ReusePolicy):
             )
 
     @property
+    def head(self) -> int:  # type: ignore[override]  # of its tokens
+        """What chunks of models with recurrent layers are cut behind."""
+        return self.tokens
+
+    @property
     def is_reuse(self) -> bool:
         """Without a token."""
         return self.tokens == 0

@@ -58,7 +58,8 @@ class LoadedContext:
         prefilled_tokens: Tokens of the chunks computed.
         missed: The chunks computed, and why they were not cached.
         begun: `time.perf_counter()` when it began; `load` and then `stitch` follow.
-        segments: Prefix, if any, and chunks where they lie; none once they are copied.
+        segments: Prefix, if any, and chunks where they lie; once they are copied, none, but of
+            models with recurrent layers, as states lie there alone.
     """
 
     ids: tuple[int, ...]
@@ -214,6 +215,7 @@ class ContextLoader:
             load=loaded - started,
             stitch=time.perf_counter() - loaded,
             begun=started,
+            segments=tuple(segments) if self.prefiller.layout.states else (),
         )
 
     def hold(

@@ -34,46 +34,93 @@ def compose(
 
     Args:
         layouts: Groups of recurrent layers.
-        chunks: Prefix, if any, and chunks in prompt order; one or more.
+        chunks: Prefix, if any, and chunks in prompt order.
         out: Per group `window` and `state`, `[layers, 1, ...]`, what there is of them.
     """
-    for index, layout in enumerate(layouts):
-        parts = [chunk.states[index] for chunk in chunks]
-        if "window" in out[index]:
-            _window(chunks, [part["window"] for part in parts], out[index]["window"][:, 0])
-        if "state" in out[index]:
-            _state(layout, chunks, parts, out[index]["state"][:, 0])
+    walk = StateWalk(layouts, chunks[0] if chunks and not chunks[0].start else None, out)
+    for chunk in chunks:
+        walk.through(chunk)
 
 
-def _window(chunks: Sequence[Chunk], windows: Sequence[Tensor], out: Tensor) -> None:
-    """The last inputs of the prompt; those of a short chunk reach into what stands before it."""
-    width = out.shape[-1]
-    held = torch.zeros_like(out)  # [layers, channels, width]: before the first token
-    for chunk, window in zip(chunks, windows, strict=True):
-        fresh = window[..., max(0, width - len(chunk)) :].to(held)
-        held = torch.cat([held, fresh], -1)[..., -width:]
-    out.copy_(held)
+class StateWalk:
+    """The states of one prompt on their way through its chunks.
+
+    Attributes:
+        out: Per group where they are, `[layers, 1, ...]`.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[StateLayout],
+        prefix: Chunk | None,
+        out: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        """Begin at nothing.
+
+        Args:
+            layouts: Groups of recurrent layers.
+            prefix: What chunks were computed behind; None for nothing.  A first chunk that was
+                computed behind nothing will do, as no other chunk then is behind anything.
+            out: Per group `window` and `state`, `[layers, 1, ...]`; written to.
+        """
+        self.out = out
+        self._layouts, self._prefix = layouts, prefix
+        # Whether the states are those that the next chunk was computed from: then its own are right.
+        self._is_at_nothing, self._is_at_prefix = True, False
+        for group in out:
+            for tensor in group.values():
+                tensor.zero_()
+
+    def through(self, chunk: Chunk, *, head: int = 0) -> None:
+        """Go through a chunk, or through what is behind its head.
+
+        Args:
+            chunk: In the form in which it is stored.
+            head: First tokens that were gone through by computing them (`at`).
+        """
+        is_own = not head and (self._is_at_prefix if chunk.start else self._is_at_nothing)
+        for index, layout in enumerate(self._layouts):
+            parts, out = chunk.states[index], self.out[index]
+            if "window" in out:
+                _shift(out["window"][:, 0], parts["window"], len(chunk) - head)
+            if "state" in out:
+                beginning = parts.get("head") if head else self._beginning(index, chunk)
+                through = parts.get("rest" if head else "transition")
+                now = None if is_own else out["state"][:, 0]
+                out["state"][:, 0].copy_(_behind(layout, parts["state"], now, beginning, through))
+        self._is_at_prefix = chunk is self._prefix and self._is_at_nothing
+        self._is_at_nothing = False
+
+    def at(self) -> None:
+        """The states were written to by whoever computed tokens."""
+        self._is_at_nothing = self._is_at_prefix = False
+
+    def _beginning(self, index: int, chunk: Chunk) -> Tensor | None:
+        if not chunk.start or self._prefix is None:
+            return None
+        return self._prefix.states[index]["state"]
 
 
-def _state(
+def _shift(window: Tensor, own: Tensor, tokens: int) -> None:
+    """The last inputs of the prompt; those of few tokens reach into what stands before them."""
+    width = window.shape[-1]
+    fresh = own[..., max(0, width - tokens) :].to(window)
+    window.copy_(torch.cat([window, fresh], -1)[..., -width:])
+
+
+def _behind(
     layout: StateLayout,
-    chunks: Sequence[Chunk],
-    parts: Sequence[Mapping[str, Tensor]],
-    out: Tensor,
-) -> None:
-    wide = torch.promote_types(out.dtype, torch.float32)
-    now: Tensor | None = None  # [layers, ...]; None at the beginning
-    beginning: Tensor | None = None  # what chunks were computed behind; None for nothing
-    for chunk, part in zip(chunks, parts, strict=True):
-        final = part["state"].to(out.device, wide)
-        if now is None and not chunk.start:
-            now = final
-            if len(chunks) > 1 and chunks[1].start:
-                beginning = final  # this is the prefix
-            continue
-        if layout.form != "none" and now is not None:
-            difference = now if beginning is None else now - beginning
-            final = final + applied(layout.form, part["transition"].to(out.device), difference)
-        now = final
-    if now is not None:
-        out.copy_(now)
+    final: Tensor,
+    now: Tensor | None,
+    beginning: Tensor | None,
+    through: Tensor | None,
+) -> Tensor:
+    """The state behind tokens; `now` is None where it is the one that they were computed from."""
+    if now is None or through is None:
+        return final
+    wide = torch.promote_types(now.dtype, torch.float32)
+    difference = now.to(wide)
+    if beginning is not None:
+        difference = difference - beginning.to(now.device, wide)
+    carried = applied(layout.form, through.to(now.device), difference)
+    return final.to(now.device, wide) + carried

@@ -100,12 +100,14 @@ class StitchedRow:
         buffer: Of one row, in which the prompt begins at place 0.
         ids: `(tokens,)` int64 of the whole prompt, on the CPU.
         shape: The prompt's spans.
+        segments: Prefix, if any, and chunks, in models with recurrent layers.
     """
 
     model: TransformersModel
     buffer: KVBuffer
     ids: Tensor
     shape: StitchedPrompt
+    segments: tuple[Segment, ...] = ()
 
 
 def keeps_places(scheme: PositionScheme) -> bool:
