@@ -37,9 +37,13 @@ def reference_logits(
     prefix: Sequence[int],
     chunks: Sequence[Sequence[int]],
     query: Sequence[int],
+    *,
     head: int = 0,
+    composite: bool = False,
 ) -> Tensor:
     """Logits `(query, vocabulary)` of the question behind chunks that do not see each other.
+
+    With `composite` each stands right behind the prefix, at the positions of the others.
 
     The first `head` tokens of every chunk but the first see all that stands before them; the rest
     of a chunk is what it is behind its own head alone.
@@ -51,9 +55,11 @@ def reference_logits(
             cache = _cache(model)
             kept += [_step(model, token, place, cache) for place, token in enumerate(prefix)]
             start = _states(cache, 0)
-        prompt, place = start, len(prefix)
+        prompt, begin = start, len(prefix)
+        place = begin
         for number, chunk in enumerate(chunks):
             anew = min(head, len(chunk)) if number else 0
+            place = len(prefix) if composite else begin
             cache = _cache(model)
             for before, token in enumerate(prefix):  # its copy stands right before the chunk
                 _step(model, token, place - len(prefix) + before, cache)
@@ -74,12 +80,12 @@ def reference_logits(
                 prompt = {
                     layer: (windows[layer][0], states[layer][1]) for layer in _recurrent(cache)
                 }
-            place += len(chunk)
+            begin += len(chunk)
         cache = _filled(model, kept, prompt)
         logits = []
         for number, token in enumerate(query):
             ids = torch.tensor([[token]])
-            logits.append(_forward(model, ids, place + number, cache)[0, -1])
+            logits.append(_forward(model, ids, begin + number, cache)[0, -1])
     return torch.stack(logits)
 
 

@@ -267,7 +267,7 @@ def test_a_window_without_room_says_so() -> None:
 def test_models_that_cannot_help() -> None:
     with pytest.raises(InvalidInputError, match="from_pretrained"):
         Auxiliary("tiny")  # type: ignore[arg-type]  # wrong on purpose
-    for name in ("gpt2", "mamba"):
+    for name in ("gpt2", "recurrent_gemma"):
         with pytest.raises(UnsupportedModelError):
             auxiliary_of(name)
     for name in BY_PLACE:

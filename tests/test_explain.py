@@ -372,7 +372,7 @@ def test_mistakes_are_told_as_by_generate() -> None:
 
 
 def test_a_model_without_a_cache_to_keep_is_explained_as_it_answers() -> None:
-    engine = make_engine("mamba")
+    engine = make_engine("recurrent_gemma")
     found = engine.explain(QUESTION, TEXTS, policy=FullRecompute())
     assert {token.state for token in found.tokens} == {"computed"}
     with pytest.raises(UnsupportedModelError):

@@ -13,6 +13,7 @@ from laws import (
     error,
     make_engine,
     plain_logits,
+    refused,
 )
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS
@@ -57,10 +58,17 @@ def test_stitched_chunks_are_tokens_one_by_one(engine: Engine, order: tuple[int,
     assert torch.equal(found, again), "a stored chunk was changed by using it"
 
 
+def test_chunks_at_the_same_positions_are_tokens_one_by_one(engine: Engine) -> None:
+    policy, ids = Reuse(positions="composite"), engine.tokenize(QUESTION, TEXTS)
+    if refused(engine, policy):
+        return
+    parts = ids.prefix, ids.chunks, ids.query
+    expected = reference_logits(engine.model, *parts, composite=True)
+    assert error(engine.logits(QUESTION, TEXTS, policy=policy), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("order", [*ORDERS, (1, 2)], ids=str)
-def test_heads_computed_again_are_tokens_one_by_one(
-    engine: Engine, order: tuple[int, ...]
-) -> None:
+def test_heads_computed_again_are_tokens_one_by_one(engine: Engine, order: tuple[int, ...]) -> None:
     texts, policy = texts_of(order), LegoLink(6)
     cut = Engine(engine.model, engine.tokenizer, template=engine.template, policy=policy)
     ids = cut.tokenize(QUESTION, texts)

@@ -122,7 +122,7 @@ def test_a_model_without_keys_and_values_gets_the_text(engine: Engine) -> None:
     reference = Reference.of(key, TEXTS[0], engine)
     known = References()
     known.note(reference)
-    mamba = Engine(build("mamba"), byte_tokenizer(), template=engine.template)
+    mamba = Engine(build("recurrent_gemma"), byte_tokenizer(), template=engine.template)
     assert reference.resolve(mamba) is None
     assert reference.chunk(TEXTS[0], mamba).outdated == "other model"
     assert known.chunk(TEXTS[0], mamba) == TEXTS[0]

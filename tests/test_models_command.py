@@ -24,7 +24,7 @@ LLAMA = transformers.LlamaConfig(
     max_position_embeddings=2048,
 )
 LEARNED_POSITIONS = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
-RECURRENT = transformers.MambaConfig(**SIZES, hidden_size=32, state_size=4)
+RECURRENT = transformers.RecurrentGemmaConfig(**SIZES, block_types=["recurrent", "attention"])
 
 
 def save(config: Any, folder: Path) -> str:

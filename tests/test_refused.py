@@ -52,8 +52,7 @@ async def test_it_answers_by_full_prefill_and_says_so_once(name: str) -> None:
     batch = engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS[:1])], max_new_tokens=4)
     assert batch[0].token_ids == full.token_ids
     alone = engine.generate(QUESTION, TEXTS[:1], policy=FullRecompute(), max_new_tokens=4)
-    if name != "minimax":  # whose linear attention in transformers takes padding for tokens
-        assert batch[1].token_ids == alone.token_ids
+    assert batch[1].token_ids == alone.token_ids
     tenant = engine.in_namespace("other").generate(QUESTION, TEXTS, max_new_tokens=4)
     assert tenant.token_ids == full.token_ids
     explained = engine.explain(QUESTION, TEXTS)
@@ -84,7 +83,7 @@ def test_a_single_chunk_need_not_move(name: str) -> None:
     assert one.token_ids == full.token_ids
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
 def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
     prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
@@ -98,8 +97,8 @@ def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
 def test_what_is_stored_all_the_same_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=SAID):
         make_engine("gpt2").add(TEXTS)
-    with pytest.raises(UnsupportedModelError, match=REFUSED["mamba"][2]):
-        make_engine("mamba").add(TEXTS)
+    with pytest.raises(UnsupportedModelError, match=REFUSED["recurrent_gemma"][2]):
+        make_engine("recurrent_gemma").add(TEXTS)
 
 
 def test_other_models_have_nothing_to_say() -> None:
@@ -111,7 +110,7 @@ def test_other_models_have_nothing_to_say() -> None:
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.reused_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
 async def test_a_server_answers_too(name: str) -> None:
     backend = LocalBackend(make_engine(name), name=MODEL)
     body = chat(QUESTION, documents=TEXTS, max_tokens=4)

@@ -300,6 +300,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "half-split, sliding window, sinks, YaRN, experts",
     ),
+    "minimax full": (
+        "minimax",
+        {"head_dim": 16, "layer_types": ["full_attention"] * 4, "block_size": 16, **_LOCAL},
+        "half-split, experts, a cache of its own",
+    ),
 }
 
 # name -> (model type, changes to BASE, what the refusal must name)
@@ -310,21 +315,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "learned absolute positions",
     ),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "learned absolute positions"),
-    "minimax": (
-        "minimax",
-        {
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "block_size": 16,
-            **_LOCAL,
-        },
-        "recurrent state",
-    ),
-    "minimax full": (
-        "minimax",
-        {"head_dim": 16, "layer_types": ["full_attention"] * 4, "block_size": 16, **_LOCAL},
-        "takes no cache but its own",
-    ),
     "recurrent_gemma": (
         "recurrent_gemma",
         {
@@ -332,7 +322,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "lru_width": 64,
             "attention_window_size": 1024,
         },
-        "do not write through the cache",
+        "recurrent state",
     ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
 }
@@ -359,6 +349,7 @@ _KIMI = {
     **_LOCAL,
 }
 # Where the published models have it: three recurrent layers, then one that attends.
+_COUNTED = "num_hidden_layers"
 _THREE_OF_FOUR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 # The last layer that keeps anything keeps a state.
 _STATE_LAST = {"layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2}
@@ -532,7 +523,8 @@ def build(
     model_type, changes, _ = {**FAMILIES, **REFUSED, **HYBRIDS}[name]
     arguments = {**BASE, **changes, **_wide(width)}
     config = CONFIG_MAPPING[model_type](
-        **{key: value for key, value in arguments.items() if value is not None}
+        # Some families count their layers themselves.
+        **{key: value for key, value in arguments.items() if (key, value) != (_COUNTED, None)}
     )
     note_training(config, blocks=True)  # the laws are about plain reuse
     torch.manual_seed(seed)

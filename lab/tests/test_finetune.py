@@ -370,7 +370,7 @@ def test_without_peft_the_extra_is_named(
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("mamba", "state"), ("bloom", "ALiBi.*without fine-tuning"), ("gpt2", "learned")],
+    [("recurrent_gemma", "state"), ("bloom", "ALiBi.*without fine-tuning"), ("gpt2", "learned")],
 )
 def test_a_model_whose_chunks_cannot_be_moved_is_refused(
     tmp_path: Path, name: str, said: str

@@ -124,8 +124,9 @@ def _ensure_head(layout: ModelLayout, chosen: Tensor, count: int) -> None:
     if not is_head or (count < len(chosen) and cuts - {count}):
         raise UnsupportedModelError(
             "in a model with recurrent layers single tokens cannot be computed again, as what "
-            "follows in their chunk depends on them; use BestLast(), Reuse(), Combination(), or "
-            "LegoLink(n) as the policy of the engine, whose chunks are then cut behind n tokens"
+            "follows in their chunk depends on them; use BestLast(), Reuse(), Combination(), "
+            "FullRecompute(), or LegoLink(n) as the policy of the engine, which then cuts chunks "
+            "behind n tokens"
         )
 
 

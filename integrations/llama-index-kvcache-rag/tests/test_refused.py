@@ -21,7 +21,7 @@ FACTS = ["The lighthouse keeper is called Marlow.", "The harbour was built in 19
 SAID = "it answers by full prefill, as with policy=FullRecompute"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
 async def test_a_refused_model_answers_with_one_warning(
     name: str, embedding: HashEmbedding
 ) -> None:

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.models.rotation import LayerGroup, LayerKind, ModelLayout
 
     MaskArgument = Tensor | dict[str, Tensor] | PlacedMask
@@ -284,6 +283,18 @@ class TransformersModel:
             raise UnsupportedModelError(
                 f"attention by {attention} takes no mask of its own for each token; load the model "
                 'with attn_implementation="sdpa" to compute tokens again'
+            )
+
+    def ensure_attends_only(self, so: str) -> None:
+        """Raise `UnsupportedModelError` if some layers are recurrent.
+
+        Args:
+            so: What follows from it and what to do instead, the second half of the sentence.
+        """
+        if self.recurrent is not None:
+            name = self.config.model_type
+            raise UnsupportedModelError(
+                f"{name}: layer {self.recurrent.layers[0]} is recurrent, {so}"
             )
 
     def ensure_takes_positions(self, so: str) -> None:

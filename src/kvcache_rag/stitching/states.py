@@ -65,7 +65,7 @@ class StateWalk:
         """
         self.out = out
         self._layouts, self._prefix = layouts, prefix
-        # Whether the states are those that the next chunk was computed from: then its own are right.
+        # Whether the states are those from which the next chunk was computed.
         self._is_at_nothing, self._is_at_prefix = True, False
         for group in out:
             for tensor in group.values():

@@ -45,6 +45,7 @@ class QueryAttention:
             UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
                 built like those of transformers, or it attends by place.
         """
+        model.ensure_attends_only("so it cannot be an auxiliary model; choose another one")
         # Falcon's eager code adds the bias twice.
         model.ensure_takes_positions("it cannot be an auxiliary model; choose another one")
         kinds = model.measured.kinds

@@ -332,6 +332,7 @@ def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
 
 def _measured_refusal(model: TransformersModel) -> str:
     """Why this function cannot stand in for a model's attention, or ""."""
+    model.ensure_attends_only("and chunks can be weighed in attention alone; use another policy")
     kinds, name = model.measured.kinds, str(model.config.model_type)
     ids = torch.arange(_PROBE_TOKENS)[None] % max(1, min(int(model.config.vocab_size), 1000) - 5)
     callers: list[torch.nn.Module] = []
