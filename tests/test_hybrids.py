@@ -19,6 +19,8 @@ from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS
 
 from kvcache_rag import Engine, FullRecompute, LegoLink, Reuse, UnsupportedModelError
+from kvcache_rag.models import decode as decoding
+from kvcache_rag.models.drafts import Drafts
 
 TOLERANCE = 5e-4
 # Shorter than every convolution; a single token; in any order, with repeats.
@@ -128,3 +130,32 @@ def test_batches_of_other_lengths_are_answered_as_one_by_one(engine: Engine) -> 
     for row, (question, texts) in enumerate(asked[: len(seen.steps[0])]):
         expected = reference(engine, texts, question)[-1]
         assert error(seen.steps[0][row], expected) < TOLERANCE
+
+
+def test_guesses_right_and_wrong_change_no_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = texts_of((2, 3, 0))
+    options = {"policy": Reuse(), "max_new_tokens": 12, "eos_token_id": 298}
+    plain = engine.generate(QUESTION, texts, prompt_lookup_num_tokens=0, **options).token_ids
+    # By turns a right guess, one of which all is wrong, one that begins right, and none.
+    wrong = (plain[-1] + 1) % 200
+    kinds = [(2, 0), (0, 2), (1, 2), (2, 1), (0, 0)]
+    rounds: list[int] = []
+
+    class Oracle(Drafts):
+        def guess(self, room: int) -> list[int]:
+            right, others = kinds[len(rounds) % len(kinds)]
+            rounds.append(right)
+            told = self._length - len(engine.tokenize(QUESTION, texts).all)
+            return [*plain[told : told + right], *[wrong] * others][:room]
+
+        def judged(self, guessed: int, right: int) -> None:
+            assert right <= guessed
+
+    monkeypatch.setattr(decoding, "Drafts", Oracle)
+    found = engine.generate(QUESTION, texts, prompt_lookup_num_tokens=4, **options)
+    assert list(found.token_ids) == list(plain)
+    # These are decoded by `generate()`, or have layers that take nothing back.
+    others = {"minimax", "falcon_h1", "nemotron_h", "zamba", "zamba2"}
+    assert bool(rounds) != (engine.model.config.model_type in others)

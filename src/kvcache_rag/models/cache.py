@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.rotation import LayerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvcache_rag.kv.buffer import KVBuffer
 
@@ -65,16 +65,16 @@ def cache_of(layers: list[Any], held: int = 0) -> Cache:
     return recurrent
 
 
-def own_class(model: Any) -> type[Cache]:
+def own_class(model: Any) -> Any:
     """The class of the caches that a model takes: its own, where it insists on one for its states.
 
     Such a class keeps states beside its layers; ours keeps them in layers, as all others do.
     """
     inner = getattr(model, "base_model", model)
     for parameter in inspect.signature(inner.forward).parameters.values():
-        for kind in get_args(parameter.annotation):
-            if isinstance(kind, type) and issubclass(kind, Cache) and hasattr(kind, _OWN_STATES):
-                return _with_states_in_layers(kind)
+        kinds = [one for one in get_args(parameter.annotation) if hasattr(one, _OWN_STATES)]
+        if kinds:
+            return _with_states_in_layers(kinds[0])
     return Cache
 
 
@@ -348,7 +348,10 @@ def beside_state(kind: type[DynamicLayer]) -> Any:
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             StateLayer.reorder_cache(self, beam_idx)
-            kind.reorder_cache(self, beam_idx)
+            kind.reorder_cache(self, beam_idx)  # type: ignore[arg-type]  # of int64, as it wants
+
+        def crop(self, max_length: int) -> None:
+            kind.crop(self, max_length)  # the state has to be put back by whoever crops
 
         def batch_repeat_interleave(self, repeats: int) -> None:
             StateLayer.batch_repeat_interleave(self, repeats)
@@ -371,13 +374,13 @@ def layer_of(kind: LayerKind, own: type[DynamicLayer], *args: Any) -> Any:
     return (beside_state(own) if kind.has_state else own)(*args)
 
 
-def held_state(cache: Cache, layer: int) -> tuple[Tensor | None, Tensor | None]:
+def held_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """Window `(rows, channels, width)` and state `(rows, ...)` of a cache's layer, not copied."""
     own = cache.layers[layer]
     return own.conv_states[0], own.recurrent_states[0]
 
 
-def remember(cache: Cache, states: Mapping[int, tuple[Tensor | None, Tensor | None]]) -> None:
+def remember(cache: Any, states: States) -> None:
     """Let the recurrent layers of a cache go on from copies of these windows and states."""
     for layer, (window, state) in states.items():
         cache.layers[layer].remember(window, state)
@@ -450,12 +453,48 @@ def stock_cache(config: Any) -> Cache:
 
 
 def takes_back(cache: Cache) -> bool:
-    """Whether tokens can be dropped from the end: not where a layer lets go of earlier ones."""
+    """Whether tokens can be dropped from the end: not where a layer lets go of earlier ones.
+
+    A recurrent layer of ours goes back to what it remembered before (`rewind`).
+    """
     return all(
-        isinstance(layer, DynamicLayer)
-        and not isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin))
+        isinstance(layer, StateLayer)
+        or (
+            isinstance(layer, DynamicLayer)
+            and not isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin))
+        )
         for layer in cache.layers
     )
+
+
+States: TypeAlias = "dict[int, tuple[Tensor | None, Tensor | None]]"
+"""Window and state of each recurrent layer, by its index."""
+
+
+def remembered(cache: Cache) -> States:
+    """Copies of what the recurrent layers remember, to `rewind` to; nothing without any."""
+    held = {
+        index: held_state(cache, index)
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, StateLayer)
+    }
+    return {
+        index: (
+            None if window is None else window.clone(),
+            None if state is None else state.clone(),
+        )
+        for index, (window, state) in held.items()
+    }
+
+
+def rewind(cache: Cache, states: States, tokens: int) -> None:
+    """Drop the last tokens, so many that the states before them are these."""
+    remember(cache, states)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            layer.crop(-tokens)
+    if isinstance(cache, RecurrentCache):
+        cache.held -= tokens
 
 
 def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:

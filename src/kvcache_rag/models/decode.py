@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from transformers import GenerationMixin
 
-from kvcache_rag.models.cache import RecurrentCache, stock_cache, takes_back
+from kvcache_rag.models.cache import (
+    RecurrentCache,
+    remembered,
+    rewind,
+    stock_cache,
+    takes_back,
+)
 from kvcache_rag.models.drafts import Drafts
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, LogitsProcessorList
 
+    from kvcache_rag.models.cache import States
     from kvcache_rag.models.hf import TransformersModel
 
 # Settings that are heeded here, or that change nothing for one greedy answer.
@@ -162,21 +169,20 @@ def decode(
     if cache is None:
         cache = stock_cache(model.model.config)
     fresh = ids[:, held:]  # (1, tokens) that the next pass computes
+    course = _Course(cache, held)
     drafts: Drafts | None = None
     guessed: list[int] = []
     first_at = 0.0
     while True:
-        positions = torch.arange(held, held + fresh.shape[1])
+        course.begin(guessed)
+        positions = torch.arange(course.held, course.held + fresh.shape[1])
         logits = model.forward(fresh, cache, positions, keep=len(guessed) + 1)  # (1, keep, vocab)
-        held, passes = held + fresh.shape[1], passes + 1
+        passes += 1
         tokens = _chosen(logits[0], whole, len(said), config, stops, processors)
         right = 0
         while right < len(guessed) and guessed[right] == tokens[right]:
             right += 1
-        wrong = len(guessed) - right
-        if wrong:
-            cache.crop(-wrong)
-            held -= wrong
+        course.took(fresh[0].tolist(), wrong=len(guessed) - right)
         first_at = first_at or time.perf_counter()
         for token in tokens[: right + 1]:
             said.append(token)
@@ -196,7 +202,40 @@ def decode(
             drafts.judged(len(guessed), right)
             drafts.said(newest)
             guessed = drafts.guess(room)
-        fresh = torch.tensor([[said[-1], *guessed]])
+        fresh = torch.tensor([[*course.again, said[-1], *guessed]])
+
+
+class _Course:
+    """How far a cache is, and how it goes back from a wrong guess.
+
+    Keys and values of wrong tokens are dropped.  A recurrent layer goes back to where it was before
+    the guess, and the tokens that were right are told it again, in the next pass.
+
+    Attributes:
+        held: Tokens that the cache holds.
+        again: Ids that the next pass has to begin with.
+    """
+
+    def __init__(self, cache: Any, held: int) -> None:
+        self.held, self.again = held, list[int]()
+        self._cache = cache
+        self._before: States = {}
+
+    def begin(self, guessed: Sequence[int]) -> None:
+        """A pass begins that looks at so many guessed tokens."""
+        if guessed and not self._before:
+            self._before = remembered(self._cache)
+
+    def took(self, fresh: list[int], *, wrong: int) -> None:
+        """A pass took these tokens, of which the last ones were wrong guesses."""
+        if wrong and self._before:
+            rewind(self._cache, self._before, len(fresh))
+            self.again = fresh[: len(fresh) - wrong]
+            return
+        self.held += len(fresh) - wrong
+        if wrong:
+            self._cache.crop(-wrong)
+        self._before, self.again = {}, []
 
 
 def _drafts(
