@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import access
 import pytest
 import torch
@@ -21,6 +23,7 @@ from zoo import HYBRIDS
 from kvcache_rag import Engine, FullRecompute, LegoLink, Reuse, UnsupportedModelError
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.stitching import states
 
 TOLERANCE = 5e-4
 # Shorter than every convolution; a single token; in any order, with repeats.
@@ -90,13 +93,19 @@ def test_heads_as_long_as_their_chunks_are_a_full_prefill(engine: Engine) -> Non
     assert error(cut.logits(QUESTION, TEXTS), plain_logits(cut, TEXTS)) < TOLERANCE
 
 
-def said(engine: Engine, texts: list[str], question: str = QUESTION, tokens: int = 5) -> list[int]:
-    ids = engine.tokenize(question, texts)
-    return reference_answer(engine.model, ids.prefix, ids.chunks, ids.query, tokens)
+SAID_OF = texts_of((2, 3, 0))
+
+
+@pytest.fixture(scope="module")
+def said(engine: Engine) -> list[int]:
+    ids = engine.tokenize(QUESTION, SAID_OF)
+    return reference_answer(engine.model, ids.prefix, ids.chunks, ids.query, 4)
 
 
 @pytest.mark.parametrize("rotation", ["copied", "deferred"])
-def test_answers_are_those_of_tokens_one_by_one(engine: Engine, rotation: str) -> None:
+def test_answers_are_those_of_tokens_one_by_one(
+    engine: Engine, said: list[int], rotation: str
+) -> None:
     other = Engine(
         engine.model,
         engine.tokenizer,
@@ -104,16 +113,15 @@ def test_answers_are_those_of_tokens_one_by_one(engine: Engine, rotation: str) -
         store=engine.store,
         rotation=rotation,
     )
-    texts = texts_of((2, 3, 0))
-    expected = said(engine, texts)
+    texts = SAID_OF
     sampled = {"do_sample": True, "top_k": 1}
     is_bare = not access.adapter(engine).measured.groups
     if is_bare:
         with pytest.raises(UnsupportedModelError, match="without attention is decoded greedily"):
             other.generate(QUESTION, texts, policy=Reuse(), **sampled)
     for options in ({},) if is_bare else ({}, sampled):
-        answer = other.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=5, **options)
-        assert list(answer.token_ids) == expected[: len(answer.token_ids)]
+        answer = other.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4, **options)
+        assert list(answer.token_ids) == said[: len(answer.token_ids)]
         assert answer.metrics.reused_tokens + answer.metrics.prefilled_tokens
 
 
@@ -159,3 +167,38 @@ def test_guesses_right_and_wrong_change_no_token(
     # These are decoded by `generate()`, or have layers that take nothing back.
     others = {"bamba", "minimax", "falcon_h1", "nemotron_h", "zamba", "zamba2"}
     assert bool(rounds) != (engine.model.config.model_type in others)
+
+
+def _without_beginning(layout: Any, final: Any, now: Any, _: Any, through: Any) -> Any:
+    return BEHIND(layout, final, now, None, through)
+
+
+BEHIND = states._behind
+# What is exchanged, for what, and the kinds of recurrence that notice.
+MUTANTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "without transitions": ("_behind", lambda _, final, *__: final, ("qwen3_5", "bamba", "jamba")),
+    "A S, not A (S - S_p)": ("_behind", _without_beginning, ("qwen3_5", "bamba", "jamba")),
+    "transitions of 1": ("applied", lambda _, __, state: state, ("qwen3_5", "bamba", "jamba")),
+    "windows of the prefix": ("_shift", lambda *_: None, ("lfm2", "qwen3_5", "zaya")),
+}
+
+
+@pytest.mark.parametrize(
+    ("mutant", "name"), [(mutant, name) for mutant, row in MUTANTS.items() for name in row[2]]
+)
+def test_the_law_would_notice(mutant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in HYBRIDS:
+        pytest.skip(f"this transformers has no {name}")
+    engine = make_engine(name)
+    expected = reference(engine, TEXTS)
+    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) < TOLERANCE
+    attribute, other, _ = MUTANTS[mutant]
+    monkeypatch.setattr(states, attribute, other)
+    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) > 50 * TOLERANCE
+
+
+def test_the_law_would_notice_another_order() -> None:
+    for name in {"qwen3_5", "bamba", "lfm2"} & {*HYBRIDS}:
+        engine = make_engine(name)
+        found = engine.logits(QUESTION, TEXTS[::-1], policy=Reuse())
+        assert error(found, reference(engine, TEXTS)) > 50 * TOLERANCE
