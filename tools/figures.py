@@ -1,4 +1,4 @@
-"""Draws stitching.svg and sees.svg, of docs/how-it-works.md, and first.svg, of README.
+"""Draws stitching.svg, sees.svg and states.svg, of docs/how-it-works.md, and README's first.svg.
 
     python tools/figures.py
 
@@ -135,6 +135,29 @@ def stitching(file: Path = DOCS / "stitching.svg") -> None:
     save_plot(figure, file, "stitching")
 
 
+def states(file: Path = DOCS / "states.svg") -> None:
+    """The state of a recurrent layer on its way through a prompt of stored chunks."""
+    figure = figure_class()(figsize=(10.4, 2.5), layout="constrained")
+    panel = figure.subplots()
+    panel.set_axis_off()
+    panel.set_xlim(0, 104)
+    panel.set_ylim(0, 25)
+    parts = [("instr.", 8, PLAIN), ("chunk D", 28, STORED), ("chunk B", 28, STORED)]
+    _row(panel, 2, 14, [*parts, ("question", 26, NOW)])
+    arrow = {"arrowstyle": "->", "color": PLAIN, "linewidth": 1.2}
+    # Where the state stands, and what it is there.
+    places = ((10, "$S_p$"), (38, "$S = F_D$"), (66, "$S = F_B + A_B\\,(F_D - S_p)$"))
+    for place, state in places:
+        panel.plot([place - 0.2], [10], marker="o", markersize=6, color=PLAIN)
+        panel.text(place - 0.2, 5.5, state, fontsize=9, ha="center")
+    for source, target in ((10.6, 37), (38.6, 65), (66.6, 91)):
+        panel.annotate("", (target, 10), (source, 10), arrowprops=arrow)
+    for middle, name in ((24, "stored with it: $F_D, A_D$"), (52, "stored with it: $F_B, A_B$")):
+        panel.text(middle, 20.5, name, fontsize=8, ha="center")
+    panel.text(79, 20.5, "computed from this state", fontsize=8, ha="center")
+    save_plot(figure, file, "states")
+
+
 def first(file: Path = DOCS / "first.svg") -> None:
     """The first token by full prefill and from cached chunks, by tokens of documents."""
     cases = json.loads(TIMES.read_text(encoding="utf-8"))["cases"]
@@ -185,4 +208,5 @@ def _patch(
 if __name__ == "__main__":
     stitching()
     sees()
+    states()
     first()

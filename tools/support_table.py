@@ -5,7 +5,8 @@
 
 Each row is a tiny model of that family with random parameters (`tests/zoo.py`): its rotation as
 measured, and whether a stitched prompt equals the one forward pass under the block mask
-(`tests/test_equivalence.py`, law 3).
+(`tests/test_equivalence.py`, law 3).  Of models with recurrent layers the form of their transition,
+and whether a stitched prompt equals tokens one by one (`tests/recurrent_reference.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def rows() -> list[str]:
 
     # By name, because tests are no package.
     laws, zoo = import_module("test_equivalence"), import_module("zoo")
-
+    stitched = len(zoo.FAMILIES) + len(zoo.HYBRIDS)
     lines = [
-        f"{len(zoo.FAMILIES)} configurations are stitched, {len(zoo.REFUSED)} refused:",
+        f"{stitched} configurations are stitched, {len(zoo.REFUSED)} refused:",
         "",
         "| family | what it tests | rotation measured, per group of layers | stitched |",
         "|---|---|---|---|",
@@ -61,7 +62,40 @@ def rows() -> list[str]:
             lines.append(f"| {name} | {reason} | - | refused; full prefill works |")
         else:
             raise SystemExit(f"{name} is listed as refused and is not")
+    return [*lines, "", *_recurrent_rows()]
+
+
+def _recurrent_rows() -> list[str]:
+    """The table of models with recurrent layers, measured."""
+    from kvcache_rag import Reuse
+
+    laws, zoo = import_module("laws"), import_module("zoo")
+    reference = import_module("recurrent_reference").reference_logits
+    lines = [
+        "| family with recurrent layers | recurrence | a state goes through a chunk by | rotation of "
+        "its attention | stitched |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (_, _, recurrence) in zoo.HYBRIDS.items():
+        engine = laws.make_engine(name)
+        layout = engine._adapter.measured
+        ids = engine.tokenize(laws.QUESTION, laws.TEXTS)
+        expected = reference(engine.model, ids.prefix, ids.chunks, ids.query)
+        found = engine.logits(laws.QUESTION, laws.TEXTS, policy=Reuse())
+        error = laws.error(found, expected)
+        verdict = "exact" if error < laws.TOLERANCE else "DIFFERS"
+        forms = sorted({_FORMS[state.form] for state in layout.states})
+        rotation = _measured(layout) if layout.groups else "no attention"
+        lines.append(f"| {name} | {recurrence} | {', '.join(forms)} | {rotation} | {verdict} |")
     return lines
+
+
+_FORMS = {
+    "none": "nothing: its last inputs count",
+    "scale": "numbers",
+    "left": "a matrix a head",
+    "right": "a matrix a head, from the right",
+}
 
 
 def _measured(layout: ModelLayout) -> str:
