@@ -27,6 +27,11 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# What a family's config does not have, in place of a value of `BASE`.
+ABSENT: Any = object()
+_NO_ATTENTION = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ABSENT
+)
 # Shorter than the chunks of the laws together, so that windows cut.
 WINDOW = 48
 
@@ -324,6 +329,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "recurrent state",
     ),
+    "rwkv": (
+        "rwkv",
+        {**_NO_ATTENTION, "attention_hidden_size": 64},
+        "wrote no keys and values",
+    ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
 }
 
@@ -349,7 +359,6 @@ _KIMI = {
     **_LOCAL,
 }
 # Where the published models have it: three recurrent layers, then one that attends.
-_COUNTED = "num_hidden_layers"
 _THREE_OF_FOUR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 # The last layer that keeps anything keeps a state.
 _STATE_LAST = {"layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2}
@@ -405,7 +414,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 32,
             "n_routed_experts": 4,
-            "num_hidden_layers": None,
+            "num_hidden_layers": ABSENT,  # it counts them itself
         },
         "Mamba2, layers that keep nothing",
     ),
@@ -423,7 +432,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "mamba2": (
         "mamba2",
-        {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        {
+            **_NO_ATTENTION,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
         "Mamba2, no attention",
     ),
     "jamba": (
@@ -446,8 +462,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "Mamba1 in heads, beside shared attention",
     ),
-    "mamba": ("mamba", {"state_size": 8}, "Mamba1, no attention"),
-    "falcon_mamba": ("falcon_mamba", {"state_size": 8}, "Mamba1, no attention"),
+    "mamba": ("mamba", {**_NO_ATTENTION, "state_size": 8}, "Mamba1, no attention"),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {**_NO_ATTENTION, "state_size": 8},
+        "Mamba1, no attention",
+    ),
     "lfm2": (
         "lfm2",
         {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
@@ -523,8 +543,7 @@ def build(
     model_type, changes, _ = {**FAMILIES, **REFUSED, **HYBRIDS}[name]
     arguments = {**BASE, **changes, **_wide(width)}
     config = CONFIG_MAPPING[model_type](
-        # Some families count their layers themselves.
-        **{key: value for key, value in arguments.items() if (key, value) != (_COUNTED, None)}
+        **{key: value for key, value in arguments.items() if value is not ABSENT}
     )
     note_training(config, blocks=True)  # the laws are about plain reuse
     torch.manual_seed(seed)

@@ -72,8 +72,8 @@ def _recurrent_rows() -> list[str]:
     laws, zoo = import_module("laws"), import_module("zoo")
     reference = import_module("recurrent_reference").reference_logits
     lines = [
-        "| family with recurrent layers | recurrence | a state goes through a chunk by | rotation of "
-        "its attention | stitched |",
+        "| family with recurrent layers | recurrence | a state goes through a chunk by | "
+        "rotation of its attention | stitched |",
         "|---|---|---|---|---|",
     ]
     for name, (_, _, recurrence) in zoo.HYBRIDS.items():

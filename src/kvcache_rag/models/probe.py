@@ -305,7 +305,7 @@ def frequency_sets(model: nn.Module, config: Any) -> tuple[FrequencySet, ...]:
             seen.append(values)
             layer_type = attribute.removesuffix("_inv_freq") if attribute != "inv_freq" else None
             sets.append(_of_module(f"{name}.{attribute}", module, attribute, layer_type))
-    return tuple(sets) or (_of_config(config),)
+    return tuple(sets) or _of_config(config)
 
 
 def _search_root(model: nn.Module) -> nn.Module:
@@ -373,12 +373,12 @@ def _limit(module: nn.Module, kind: str, layer_type: str | None) -> tuple[int | 
     return None, ""
 
 
-def _of_config(config: Any) -> FrequencySet:
+def _of_config(config: Any) -> tuple[FrequencySet, ...]:
     base = getattr(config, "rope_theta", None) or 10000.0
-    width = (
-        getattr(config, "rotary_dim", None)
-        or getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads
-    )
+    width = getattr(config, "rotary_dim", None) or getattr(config, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not width and not heads:  # nothing attends
+        return ()
+    width = width or config.hidden_size // heads
     values = 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
-    return FrequencySet(f"config(base={base}, dim={width})", lambda _total: values)
+    return (FrequencySet(f"config(base={base}, dim={width})", lambda _total: values),)
