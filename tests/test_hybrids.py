@@ -7,6 +7,7 @@ from typing import Any
 import access
 import pytest
 import torch
+import transformers
 from laws import (
     LONG_QUESTION,
     QUESTION,
@@ -17,6 +18,7 @@ from laws import (
     plain_logits,
     refused,
 )
+from packaging import version
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS
 
@@ -33,7 +35,10 @@ ORDERS = ((0, 1, 2), (2, 0, 2), (3, 1, 4, 0, 3))
 
 @pytest.fixture(scope="module", params=list(HYBRIDS))
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return make_engine(request.param)
+    engine = make_engine(request.param)
+    if engine.refusal and version.parse(transformers.__version__) < version.parse("5.23"):
+        pytest.skip(engine.refusal)  # where its modules keep their states by themselves
+    return engine
 
 
 def texts_of(order: tuple[int, ...]) -> list[str]:

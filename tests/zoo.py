@@ -13,6 +13,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gptj import modeling_gptj
 
 from kvcache_rag.models.adapters import note_training
+from kvcache_rag.models.cache import knows_states
 
 VOCABULARY = 300
 BASE: dict[str, Any] = {
@@ -523,7 +524,9 @@ SEVERAL = (
     *("llama", "mistral window", "gemma3", "cohere2", "gpt_oss", "deepseek_v3", "llama longrope"),
     *("gptj", "bloom"),
 )
-# Not every transformers that is allowed has all of them.
+# Not every transformers that is allowed has all of them, or knows states as they are stitched here.
+if not knows_states():
+    HYBRIDS.clear()
 for _rows in (FAMILIES, REFUSED, HYBRIDS):
     for _name in [name for name, row in _rows.items() if row[0] not in CONFIG_MAPPING]:
         del _rows[_name]

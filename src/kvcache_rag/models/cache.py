@@ -118,7 +118,7 @@ _BOTH: Final = tuple(
 )
 
 
-def _knows_states() -> bool:
+def knows_states() -> bool:
     """Whether this transformers keeps states in the way that is written here, as 5.23 does."""
     update = getattr(_RecurrentLayer, "update_conv_state", None)
     return update is not None and {"state_idx", "conv_kernel_size"} <= {
@@ -167,10 +167,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
 
 def _recurrent_kind(name: str, index: int, layer: Any) -> LayerKind:
     kind = type(layer)
-    if not _knows_states():
+    if not knows_states():
         raise UnsupportedModelError(
-            f"{name}: layer {index} keeps a recurrent state ({kind.__name__}), whose chunks need "
-            "transformers 5.23 or newer"
+            f"{name}: layer {index} keeps a recurrent state ({kind.__name__}), whose chunks need a "
+            "newer transformers (5.23 does)"
         )
     if getattr(layer, "number_of_states", 1) != 1:
         raise UnsupportedModelError(f"{name}: layer {index} keeps several recurrent states")
