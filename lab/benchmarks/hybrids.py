@@ -30,6 +30,7 @@ from kvcache_rag import BestLast, DiskStore, Engine, MemoryStore, PromptTemplate
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.states import compose
+from kvcache_rag_lab.evaluation.cost.memory import peak_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -242,6 +243,7 @@ def first_tokens(
         for policy in (Reuse(), BestLast()):
             name = f"{type(policy).__name__} from {where}"
             sides[name] = lambda engine=engine, policy=policy: ours(engine, policy)
+    peaks = {name: round(peak_of_call(side) / 2**20, 1) for name, side in sides.items()}
     few = ("stock", *(name for name in sides if name.startswith("BestLast")))
     found = in_turns(sides, rounds, few=few, few_rounds=2)
     slow = statistics.median(found["stock"])
@@ -252,6 +254,7 @@ def first_tokens(
             "side": name,
             "seconds": statistics.median(values),
             "sooner": slow / statistics.median(values),
+            "peak_mib": peaks[name],
         }
         for name, values in found.items()
     ]
