@@ -10,6 +10,7 @@ a chunk comes out of the run of the kernel that computes the chunk, where that i
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -55,6 +56,10 @@ _LARGE_ELSE: Final = 2.0**40
 # Of what comes behind, relative: float32 is off by some 1e-6.
 _TOLERANCE: Final = {torch.float32: 2e-4, torch.float64: 2e-4}
 _TOLERANCE_ELSE: Final = 3e-2
+
+# Tokens that are looked at: some, and what stands behind them.
+_FRONT: Final = 6
+_BEHIND: Final = 4
 
 # Logits of several tokens behind others at once against one by one, in standard deviations.
 _CONTINUES: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -352,92 +357,105 @@ def measure_states(
         UnsupportedModelError: If a layer is not affine, or several tokens behind others are not
             what they are one by one.
     """
-    ids = torch.tensor([[5 + 7 * place % 59 for place in range(21)]])
-    sites = _find_sites(model, name, layers, lambda cache: forward(ids[:, :9], cache, 0), empty)
-    scans: tuple[_Site, ...] = ()
-    off = _discontinuity(ids, forward, empty)
-    if off > _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
-        scans = tuple(site for site in sites if named_kernel(site.module, (SCAN,)))
-        with _carried(scans):
-            off = _discontinuity(ids, forward, empty)
-    if not off <= _CONTINUES.get(model.dtype, _CONTINUES_ELSE):
-        raise UnsupportedModelError(
-            f"{name}: transformers computes several tokens behind a recurrent state otherwise than "
-            f"one by one (by {off:.2g} standard deviations)"
-        )
-    with _carried(scans):
-        return _measured(model, name, sites, scans, ids, forward, empty)
-
-
-def _measured(
-    model: Any,
-    name: str,
-    sites: tuple[_Site, ...],
-    scans: tuple[_Site, ...],
-    ids: Tensor,
-    forward: Callable[[Tensor, Any, int], Tensor],
-    empty: Callable[[], Any],
-) -> RecurrentLayers:
-    cache = empty()
-    forward(ids[:, :3], cache, 0)
+    ids = torch.tensor([[5 + 7 * place % 59 for place in range(_FRONT + _BEHIND)]])
+    front, behind = ids[:, :_FRONT], ids[:, _FRONT:]
+    sites, cache = _find_sites(model, name, layers, lambda held: forward(front, held, 0), empty)
     before = {site.layer: State(*held_state(cache, site.layer)).cloned() for site in sites}
+
+    def run() -> Tensor:
+        return forward(behind, copy.deepcopy(cache), _FRONT)
+
+    single = _one_by_one(behind, copy.deepcopy(cache), forward)
+    tolerance = _CONTINUES.get(model.dtype, _CONTINUES_ELSE)
+    whole, calls = _watched_calls(sites, run)
+    scans: tuple[_Site, ...] = ()
+    if _off(whole, single) > tolerance:
+        scans = tuple(site for site in sites if named_kernel(site.module, (SCAN,)))
+    with _carried(scans):
+        if scans:
+            whole, calls = _watched_calls(sites, run)
+        if not _off(whole, single) <= tolerance:
+            raise UnsupportedModelError(
+                f"{name}: transformers computes several tokens behind a recurrent state otherwise "
+                f"than one by one (by {_off(whole, single):.2g} standard deviations)"
+            )
+        # Sites of one kind are the same code; a real model has dozens.
+        first: dict[tuple[Any, ...], _Site] = {}
+        kinds = {site: _kind(site, before[site.layer]) for site in sites}
+        for site in sites:
+            first.setdefault(kinds[site], site)
+        fits = {
+            kind: _fit(site, calls[site.layer], before[site.layer], name)
+            for kind, site in first.items()
+        }
+        transitions = tuple(fits[kinds[site]] for site in sites)
+        kernels = tuple(named_kernel(site.module, KERNELS) for site in sites)
+        groups = _groups(model, sites, transitions, before)
+        found = RecurrentLayers(sites, transitions, kernels, groups, scans)
+        gives = _gives(found, first, calls, before, run) if any(kernels) else set()
+    kept = (
+        kernel if site.layer in gives else "" for site, kernel in zip(sites, kernels, strict=True)
+    )
+    return replace(found, kernel=tuple(kept))
+
+
+def _kind(site: _Site, state: State) -> tuple[Any, ...]:
+    shapes = (None if one is None else one.shape for one in (state.window, state.state))
+    return type(site.module), *shapes
+
+
+def _one_by_one(ids: Tensor, cache: Any, forward: Callable[[Tensor, Any, int], Tensor]) -> Tensor:
+    """Logits of tokens `(1, n)` behind a cache, each in a pass of its own."""
+    steps = [
+        forward(ids[:, place : place + 1], cache, _FRONT + place) for place in range(ids.shape[1])
+    ]
+    return torch.cat(steps, 1)
+
+
+def _off(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).abs().max() / other.float().std())
+
+
+def _watched_calls(
+    sites: Sequence[_Site], run: Callable[[], Tensor]
+) -> tuple[Tensor, dict[int, _Call]]:
+    """What a pass gives, and what it calls each site with."""
     calls: dict[int, _Call] = {}
     with ExitStack() as stack:
         for site in sites:
 
-            def keep(
-                _: Any,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                __: Any,
-                layer: int = site.layer,
-            ) -> None:
+            def keep(_: Any, args: Any, kwargs: Any, __: Any, layer: int = site.layer) -> None:
                 calls[layer] = _Call(args, kwargs)
 
             stack.callback(site.module.register_forward_hook(keep, with_kwargs=True).remove)
-        # Few tokens, so that strong decays leave something to be seen.
-        forward(ids[:, 3:5], cache, 3)
-    transitions = tuple(_fit(site, calls[site.layer], before[site.layer], name) for site in sites)
-    groups = _groups(model, sites, transitions, before)
-    kernels = tuple(named_kernel(site.module, KERNELS) for site in sites)
-    found = RecurrentLayers(sites, transitions, kernels, groups, scans)
-    return replace(found, kernel=_agreeing(found, before, ids[:, 3:5], forward, empty, ids[:, :3]))
+        return run(), calls
 
 
-def _agreeing(
+def _gives(
     recurrent: RecurrentLayers,
+    first: Mapping[tuple[Any, ...], _Site],
+    calls: Mapping[int, _Call],
     before: Mapping[int, State],
-    ids: Tensor,
-    forward: Callable[[Tensor, Any, int], Tensor],
-    empty: Callable[[], Any],
-    front: Tensor,
-) -> tuple[str, ...]:
-    """The kernels whose own run gives what a second run of the site gives."""
-
-    def watched(some: RecurrentLayers) -> dict[int, Tensor]:
-        cache = empty()
-        forward(front, cache, 0)
-        with some.watched(before) as found:
-            forward(ids, cache, front.shape[1])
-        return found
-
-    if not any(recurrent.kernel):
-        return recurrent.kernel
-    plain = watched(replace(recurrent, kernel=("",) * len(recurrent.sites)))
+    run: Callable[[], Tensor],
+) -> set[int]:
+    """The layers whose kernel's run gives what a second run of the first of their kind does."""
     try:
-        fast = watched(recurrent)
+        with recurrent.watched(before) as fast:
+            run()
     except Exception:  # whatever a kernel makes of more columns
-        return ("",) * len(recurrent.sites)
-    return tuple(
-        kernel
-        if kernel
-        and site.layer in fast
-        and fast[site.layer].shape == plain[site.layer].shape
-        and float((fast[site.layer] - plain[site.layer]).abs().max())
-        <= 1e-3 * float(plain[site.layer].abs().max())
-        else ""
-        for site, kernel in zip(recurrent.sites, recurrent.kernel, strict=True)
-    )
+        return set()
+    transitions = dict(zip(recurrent.sites, recurrent.transitions, strict=True))
+    right = set()
+    for kind, site in first.items():
+        if transitions[site].form == "none":
+            continue
+        plain = transitions[site].measured(site, calls[site.layer], before[site.layer])
+        found = fast[site.layer]
+        if plain.shape == found.shape and bool(
+            (plain - found).abs().max() <= 1e-3 * plain.abs().max()
+        ):
+            right.add(kind)
+    return {site.layer for site in recurrent.sites if _kind(site, before[site.layer]) in right}
 
 
 def _groups(
@@ -475,27 +493,14 @@ def _groups(
     return tuple(StateLayout(tuple(own), *key) for key, own in members.items())
 
 
-def _discontinuity(
-    ids: Tensor, forward: Callable[[Tensor, Any, int], Tensor], empty: Callable[[], Any]
-) -> float:
-    """How far several tokens behind others at once are from the same one by one."""
-    cache = empty()
-    forward(ids[:, :8], cache, 0)
-    whole = forward(ids[:, 8:], cache, 8)
-    cache = empty()
-    forward(ids[:, :8], cache, 0)
-    steps = [forward(ids[:, place : place + 1], cache, place) for place in range(8, ids.shape[1])]
-    single = torch.cat(steps, 1).float()
-    return float((whole.float() - single).abs().max() / single.std())
-
-
 def _find_sites(
     model: Any,
     name: str,
     layers: Sequence[int],
     forward: Callable[[Any], Tensor],
     empty: Callable[[], Any],
-) -> tuple[_Site, ...]:
+) -> tuple[tuple[_Site, ...], Any]:
+    """Watch a pass over an empty cache: the modules that write to states, and the cache then."""
     stack: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
     found: dict[int, _Site] = {}
     names = {id(module): path for path, module in model.named_modules()}
@@ -527,4 +532,6 @@ def _find_sites(
             f"{name}: layer {missing[0]} keeps a recurrent state that its modules do not write "
             "through the cache"
         )
-    return tuple(found[layer] for layer in sorted(found))
+    for layer in layers:
+        cache.layers[layer].touched = None
+    return tuple(found[layer] for layer in sorted(found)), cache
