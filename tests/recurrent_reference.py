@@ -40,10 +40,12 @@ def reference_logits(
     *,
     head: int = 0,
     composite: bool = False,
+    more: int = 0,
 ) -> Tensor:
-    """Logits `(query, vocabulary)` of the question behind chunks that do not see each other.
+    """Logits `(query + more, vocabulary)` of a question behind chunks that do not see each other.
 
-    With `composite` each stands right behind the prefix, at the positions of the others.
+    With `composite` each stands right behind the prefix, at the positions of the others; `more` are
+    the likeliest tokens behind the question.
 
     The first `head` tokens of every chunk but the first see all that stands before them; the rest
     of a chunk is what it is behind its own head alone.
@@ -82,8 +84,9 @@ def reference_logits(
                 }
             begin += len(chunk)
         cache = _filled(model, kept, prompt)
-        logits = []
-        for number, token in enumerate(query):
+        logits: list[Tensor] = []
+        for number in range(len(query) + more):
+            token = query[number] if number < len(query) else int(logits[-1].argmax())
             ids = torch.tensor([[token]])
             logits.append(_forward(model, ids, begin + number, cache)[0, -1])
     return torch.stack(logits)
@@ -96,10 +99,9 @@ def reference_answer(
     query: Sequence[int],
     tokens: int,
 ) -> list[int]:
-    """The greedy continuation, each token from a reference of its own."""
-    said: list[int] = []
-    for _ in range(tokens):
-        said.append(int(reference_logits(model, prefix, chunks, [*query, *said])[-1].argmax()))
+    """The greedy continuation."""
+    logits = reference_logits(model, prefix, chunks, query, more=tokens - 1)
+    said: list[int] = logits[len(query) - 1 :].argmax(-1).tolist()
     return said
 
 

@@ -30,7 +30,7 @@ from kvcache_rag.stitching import states
 TOLERANCE = 5e-4
 # Shorter than every convolution; a single token; in any order, with repeats.
 SHORT = ("q", "")
-ORDERS = ((0, 1, 2), (2, 0, 2), (3, 1, 4, 0, 3))
+ORDERS = ((2, 0, 2), (3, 1, 4, 0, 3))
 
 
 @pytest.fixture(scope="module", params=list(HYBRIDS))
@@ -77,7 +77,7 @@ def test_chunks_at_the_same_positions_are_tokens_one_by_one(engine: Engine) -> N
     assert error(engine.logits(QUESTION, TEXTS, policy=policy), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("order", [*ORDERS, (1, 2)], ids=str)
+@pytest.mark.parametrize("order", [(1, 2), (3, 1, 4, 0, 3)], ids=str)
 def test_heads_computed_again_are_tokens_one_by_one(engine: Engine, order: tuple[int, ...]) -> None:
     texts, policy = texts_of(order), LegoLink(6)
     cut = Engine(engine.model, engine.tokenizer, template=engine.template, policy=policy)
