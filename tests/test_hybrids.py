@@ -11,6 +11,7 @@ import transformers
 from laws import (
     LONG_QUESTION,
     QUESTION,
+    TEMPLATE,
     TEXTS,
     Recorder,
     error,
@@ -20,10 +21,19 @@ from laws import (
 )
 from packaging import version
 from recurrent_reference import reference_answer, reference_logits
-from zoo import HYBRIDS
+from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, LegoLink, Reuse, UnsupportedModelError
+from kvcache_rag import (
+    BestLast,
+    CacheBlend,
+    Engine,
+    FullRecompute,
+    LegoLink,
+    Reuse,
+    UnsupportedModelError,
+)
 from kvcache_rag.models import decode as decoding
+from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
 from kvcache_rag.stitching import states
 
@@ -207,3 +217,28 @@ def test_the_law_would_notice_another_order() -> None:
         engine = make_engine(name)
         found = engine.logits(QUESTION, TEXTS[::-1], policy=Reuse())
         assert error(found, reference(engine, TEXTS)) > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in ("qwen3_5", "lfm2") if name in HYBRIDS])
+def test_a_model_that_was_not_trained_for_it_cuts_its_chunks(name: str) -> None:
+    model = build(name)
+    note_training(model.config, blocks=False)
+
+    def keys(**options: Any) -> Any:
+        engine = Engine(model, byte_tokenizer(), template=TEMPLATE, **options)
+        return engine.policy, engine.keys(TEXTS)
+
+    policy, default = keys()
+    assert policy == LegoLink()
+    # Whoever asks by another policy finds what was added.
+    assert keys(policy=Reuse())[1] == keys(policy=BestLast())[1] == default
+    assert keys(policy=LegoLink(4))[1] != default
+    assert keys(policy=LegoLink(0))[1] != default
+    note_training(model.config, blocks=True)
+    policy, whole = keys()
+    assert policy == Reuse()
+    assert whole == keys(policy=LegoLink(0))[1]
+    with pytest.raises(UnsupportedModelError, match=r"LegoLink\(n\) as the policy of the engine"):
+        Engine(model, byte_tokenizer(), template=TEMPLATE).generate(
+            QUESTION, TEXTS, policy=CacheBlend(0.3), max_new_tokens=1
+        )

@@ -108,8 +108,8 @@ class ReusePolicy(ABC):
         needs_scorer: Whether `select` reads `signals.relevance()`.
         auxiliary: The scorer, None for the engine's own.
         scaling: How the query weighs the chunks; None is plain attention.
-        head: First tokens of chunks that it computes again; of models with recurrent layers chunks
-            have to be cut there.
+        head: First tokens of chunks that it computes again, at which chunks of models with
+            recurrent layers have to be cut; None where it does not matter.
     """
 
     positions: PositionScheme = "reordered"
@@ -119,7 +119,7 @@ class ReusePolicy(ABC):
     needs_scorer: bool = False
     auxiliary: Scorer | None = None
     scaling: AttentionScaling | None = None
-    head: int = 0
+    head: int | None = None
     name: ClassVar[str]
 
     @property
