@@ -238,7 +238,7 @@ def test_a_model_that_was_not_trained_for_it_cuts_its_chunks(name: str) -> None:
     policy, whole = keys()
     assert policy == Reuse()
     assert whole == keys(policy=LegoLink(0))[1]
-    with pytest.raises(UnsupportedModelError, match=r"LegoLink\(n\) as the policy of the engine"):
+    with pytest.raises(UnsupportedModelError, match=r"LegoLink\(n\) as the policy"):
         Engine(model, byte_tokenizer(), template=TEMPLATE).generate(
             QUESTION, TEXTS, policy=CacheBlend(0.3), max_new_tokens=1
         )

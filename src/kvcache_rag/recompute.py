@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import HaltedError, buffer_cache, keep_states, recompute_cache
 from kvcache_rag.stitching.states import StateWalk
 
@@ -111,23 +111,18 @@ def _recompute_in_order(row: StitchedRow, selected: Tensor) -> None:
         chosen = selected[span.start : span.stop]
         count = int(chosen.sum())
         if count:
-            _ensure_head(layout, chosen, count)
+            if not _is_head(layout, chosen, count):
+                model.ensure_recomputable()
             _compute(row, span.start, span.start + count)
             walk.at()
         if count < len(span):
             walk.through(segment.chunk, head=count)
 
 
-def _ensure_head(layout: ModelLayout, chosen: Tensor, count: int) -> None:
-    is_head = bool(chosen[:count].all())
+def _is_head(layout: ModelLayout, chosen: Tensor, count: int) -> bool:
+    """Whether what is chosen of a chunk is all of it, or what it is cut behind."""
     cuts = {group.head for group in layout.states if group.form != "none"}
-    if not is_head or (count < len(chosen) and cuts - {count}):
-        raise UnsupportedModelError(
-            "in a model with recurrent layers single tokens cannot be computed again, as what "
-            "follows in their chunk depends on them; use BestLast(), Reuse(), Combination(), "
-            "FullRecompute(), or LegoLink(n) as the policy of the engine, which then cuts chunks "
-            "behind n tokens"
-        )
+    return bool(chosen[:count].all()) and (count == len(chosen) or not cuts - {count})
 
 
 def _compute(row: StitchedRow, start: int, stop: int) -> None:

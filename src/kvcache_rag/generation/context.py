@@ -472,6 +472,8 @@ class ContextFiller:
     def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
         """Load and stitch a context into a buffer of one row, and choose tokens."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
+        if policy.chooses_tokens and not policy.is_reuse and self.model.recurrent is not None:
+            self.model.ensure_recomputable()
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)

@@ -269,9 +269,10 @@ class TransformersModel:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
         if self.recurrent is not None:
             raise UnsupportedModelError(
-                f"{self.config.model_type}: a token inside a recurrent layer cannot be computed "
-                "again by itself, as what follows in its chunk depends on it; use Reuse(), "
-                "BestLast() or Combination()"
+                f"{self.config.model_type}: layer {self.recurrent.layers[0]} is recurrent, so single "
+                "tokens cannot be computed again, as what follows in their chunk depends on them; "
+                "use Reuse(), BestLast(), Combination(), FullRecompute(), or LegoLink(n) as the "
+                "policy of the engine, which then cuts chunks behind n tokens"
             )
         if not self.takes_positions and not self.measured.by_place:
             raise UnsupportedModelError(

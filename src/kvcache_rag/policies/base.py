@@ -103,6 +103,7 @@ class ReusePolicy(ABC):
         joint: Whether the chunks of a prompt are computed and stored together, as one.
         computes_chunks: Whether it has whole chunks computed with the query (`arranged`) and
             nothing else again.
+        chooses_tokens: Whether it chooses single tokens, which recurrent layers cannot compute again.
         adjacent_query: Whether the query stands right behind the highest position of a chunk
             instead of behind as many positions as there are tokens (they differ when composite).
         needs_scorer: Whether `select` reads `signals.relevance()`.
@@ -115,6 +116,7 @@ class ReusePolicy(ABC):
     positions: PositionScheme = "reordered"
     joint: ClassVar[bool] = False
     computes_chunks: ClassVar[bool] = False
+    chooses_tokens: ClassVar[bool] = False
     adjacent_query: bool = False
     needs_scorer: bool = False
     auxiliary: Scorer | None = None

@@ -35,6 +35,7 @@ class CacheBlend(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheblend"
+    chooses_tokens: ClassVar[bool] = True
     _forms = (Form("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
     ratio: float = 0.15
     check_layer: int = 1

@@ -55,6 +55,7 @@ class CacheClip(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheclip"
+    chooses_tokens: ClassVar[bool] = True
     _forms = (
         Form("cacheclip[:RATIO[,THRESHOLD or mean[,recomputed]]]", lambda words: _written(words)),
     )

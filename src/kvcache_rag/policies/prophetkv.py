@@ -32,6 +32,7 @@ class ProphetKV(ReusePolicy):
     """
 
     name: ClassVar[str] = "prophetkv"
+    chooses_tokens: ClassVar[bool] = True
     _forms = (Form("prophetkv[:RATIO]", lambda words: ProphetKV(*words.numbers(float))),)
     ratio: float = 0.2
     positions: PositionScheme = "reordered"
