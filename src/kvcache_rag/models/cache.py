@@ -514,8 +514,8 @@ def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
             raise UnsupportedModelError(
-                f"layer {index} wrote no keys and values into its cache; a state that it may keep "
-                "elsewhere cannot be stored"
+                f"layer {index} wrote no keys and values into its cache; a recurrent state "
+                "that it may keep elsewhere cannot be stored"
             )
         tensors.append((keys, values))
     return tensors

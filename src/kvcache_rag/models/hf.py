@@ -268,9 +268,10 @@ class TransformersModel:
     def ensure_recomputable(self) -> None:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
         if self.recurrent is not None:
+            name, layer = self.config.model_type, self.recurrent.layers[0]
             raise UnsupportedModelError(
-                f"{self.config.model_type}: layer {self.recurrent.layers[0]} is recurrent, so single "
-                "tokens cannot be computed again, as what follows in their chunk depends on them; "
+                f"{name}: layer {layer} is recurrent, so single tokens cannot be computed again, "
+                "as what follows in their chunk depends on them; "
                 "use Reuse(), BestLast(), Combination(), FullRecompute(), or LegoLink(n) as the "
                 "policy of the engine, which then cuts chunks behind n tokens"
             )

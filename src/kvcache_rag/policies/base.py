@@ -103,7 +103,8 @@ class ReusePolicy(ABC):
         joint: Whether the chunks of a prompt are computed and stored together, as one.
         computes_chunks: Whether it has whole chunks computed with the query (`arranged`) and
             nothing else again.
-        chooses_tokens: Whether it chooses single tokens, which recurrent layers cannot compute again.
+        chooses_tokens: Whether it chooses single tokens, which recurrent layers do not compute
+            again.
         adjacent_query: Whether the query stands right behind the highest position of a chunk
             instead of behind as many positions as there are tokens (they differ when composite).
         needs_scorer: Whether `select` reads `signals.relevance()`.
