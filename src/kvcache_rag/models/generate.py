@@ -342,12 +342,13 @@ def _generate(
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
+    if cache is not None:  # where its name is another one, `generate()` would find None under ours
+        arguments[CACHE_NAME] = model.taken(cache)
     with torch.inference_mode(), _refused_options(options):
         output = _with_default(model.model, config).generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
-            **{CACHE_NAME: model.taken(cache)},
             **arguments,
         )
     ended = time.perf_counter()

@@ -1,0 +1,474 @@
+"""All of the product over models with recurrent layers: stores, codecs, conversations, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import access
+import pytest
+import torch
+from laws import LONG_QUESTION, QUESTION, TEMPLATE, TEXTS, error
+from recurrent_reference import reference_answer, reference_logits
+from safetensors.torch import load_file
+from zoo import HYBRIDS, build, byte_tokenizer
+
+from kvcache_rag import (
+    BestLast,
+    Combination,
+    ContextTooLongError,
+    DiskStore,
+    Engine,
+    FullRecompute,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+    Reuse,
+    TieredStore,
+    UnsupportedModelError,
+    cli,
+)
+from kvcache_rag.codecs import Codec, Int8
+from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.integration import JsonGrammars
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.models.attention import few_queries
+from kvcache_rag.stores import RemoteStore
+from tests.damage import header_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag import ChunkStore, ReusePolicy
+
+# One of each kind: gated delta, Mamba2, short convolution, a state beside keys and values, no
+# attention at all, a scan whose state has to be carried.
+KINDS = [
+    name
+    for name in ("qwen3_5", "bamba", "lfm2", "falcon_h1", "mamba2", "jamba")
+    if name in HYBRIDS
+]
+ORDER = [TEXTS[2], TEXTS[0], TEXTS[1]]
+SECRET = b"s" * 32
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(request.param)
+
+
+def over(model: Any, store: ChunkStore | None = None, **options: Any) -> Engine:
+    options = {"template": TEMPLATE, "policy": Reuse(), **options}
+    return Engine(model, byte_tokenizer(), store=store or MemoryStore(), **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> Engine:
+    return over(model)
+
+
+def hits(engine: Engine, texts: list[str] = ORDER, **options: Any) -> dict[str, int]:
+    answer = engine.generate(QUESTION, texts, max_new_tokens=2, **options)
+    return dict(answer.metrics.hits)
+
+
+# ---------------------------------------------------------------------------- stores
+STORES: dict[str, Callable[[Path], ChunkStore]] = {
+    "memory": lambda folder: MemoryStore(),
+    "disk": lambda folder: DiskStore(folder / "disk", durable=False),
+    "signed": lambda folder: DiskStore(folder / "disk", durable=False, signing_key=SECRET),
+    "remote": lambda folder: RemoteStore(f"file://{folder}/far"),
+    "tiers": lambda folder: TieredStore(
+        MemoryStore(),
+        DiskStore(folder / "disk", durable=False),
+        RemoteStore(f"file://{folder}/far", signing_key=SECRET),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", STORES)
+def test_a_restarted_engine_answers_from_what_is_stored(
+    model: Any, engine: Engine, place: str, tmp_path: Path
+) -> None:
+    first = over(model, STORES[place](tmp_path))
+    assert hits(first) == {}
+    logits = first.logits(QUESTION, ORDER)
+    store = first.store if place == "memory" else STORES[place](tmp_path)
+    again = over(model, store)
+    assert sum(hits(again).values()) == 3
+    assert error(again.logits(QUESTION, ORDER), logits) < 1e-6
+    assert error(engine.logits(QUESTION, ORDER), logits) < 1e-6
+    answer = again.generate(QUESTION, ORDER, max_new_tokens=8)
+    assert answer.token_ids == engine.generate(QUESTION, ORDER, max_new_tokens=8).token_ids
+
+
+def test_a_bucket_of_s3_gives_what_another_machine_put(tmp_path: Path) -> None:
+    pytest.importorskip("moto")
+    from s3 import BUCKET, Server, options
+
+    server = Server()
+    try:
+        made = [
+            RemoteStore(f"s3://{BUCKET}", **{"storage_options": options(server.endpoint)})
+            for _ in range(2)
+        ]
+        model = build(KINDS[0])
+        first, second = (over(model, store) for store in made)
+        logits = first.logits(QUESTION, ORDER)
+        assert sum(hits(second).values()) == 3
+        assert error(second.logits(QUESTION, ORDER), logits) < 1e-6
+    finally:
+        server.stop()
+
+
+def states_in(path: Path) -> list[str]:
+    return [
+        name
+        for name in load_file(path)
+        if name.split(".")[0] in ("state", "transition", "window", "head", "rest")
+    ]
+
+
+def test_a_damaged_byte_of_a_state_is_a_miss(model: Any, engine: Engine, tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False)
+    over(model, store).add(ORDER)
+    key = engine.keys(ORDER)[0]
+    path = store.path(over(model, store).keys(ORDER)[0])
+    raw, names = path.read_bytes(), states_in(path)
+    assert names
+    begin = header_size(raw)
+    offsets = json.loads(raw[8:begin])
+    expected = engine.logits(QUESTION, ORDER)
+    for name in names:
+        first, last = offsets[name]["data_offsets"]
+        for at in (first, (first + last) // 2, last - 1):
+            damaged = bytearray(raw)
+            damaged[begin + at] ^= 0x40
+            path.write_bytes(damaged)
+            asked = over(model, DiskStore(tmp_path, durable=False))
+            answer = asked.generate(QUESTION, ORDER, max_new_tokens=1)
+            assert [one.reason for one in answer.metrics.missed] == ["damaged"], (name, at)
+            assert error(asked.logits(QUESTION, ORDER), expected) < 1e-6
+            assert path.read_bytes() == raw, "it was computed again, to the same"
+    with pytest.raises(CorruptChunkError):
+        path.write_bytes(bytes(damaged))
+        store.get(key, access.chunk_layout(engine))
+
+
+def test_commands_know_such_files(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = over(model, DiskStore(tmp_path, durable=False))
+    keys, layout = engine.add(ORDER), access.chunk_layout(engine)
+    assert cli.main(["store", "ls", str(tmp_path), "--json"]) == 0
+    ((spec,),) = [one["specs"] for one in json.loads(capsys.readouterr().out)["namespaces"]]
+    assert spec["chunks"] == 4, "with the prefix"
+    least = sum(layout.nbytes(tokens) for tokens in (11, *(key.tokens for key in keys)))
+    assert least < spec["nbytes"] < least + 4 * 8192
+    assert cli.main(["store", "ls", str(tmp_path), "--chunks"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert cli.main(["store", "du", str(tmp_path)]) == 0
+    assert cli.main(["store", "verify", str(tmp_path)]) == 0
+    capsys.readouterr()
+    path = engine.store.path(keys[1])  # type: ignore[attr-defined]
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert cli.main(["store", "verify", str(tmp_path)]) == 1
+    assert keys[1].digest[:8] in "".join(capsys.readouterr())
+
+
+def test_limits_count_states(model: Any, engine: Engine) -> None:
+    layout, keys = access.chunk_layout(engine), engine.keys(ORDER)
+    sizes = [layout.nbytes(key.tokens) + 4 * key.tokens for key in keys]
+    assert all(size > layout.nbytes(0) > 0 for size in sizes)
+    prefix = layout.nbytes(11) + 44
+    store = MemoryStore(prefix + sum(sizes))
+    over(model, store).add(ORDER)
+    assert store.nbytes == prefix + sum(sizes)
+    assert store.stats().evictions == 0
+    small = MemoryStore(prefix + sum(sizes) - 1)
+    over(model, small).add(ORDER)
+    assert small.stats().evictions == 1
+    none = over(model, MemoryStore(0))
+    assert error(none.logits(QUESTION, ORDER), engine.logits(QUESTION, ORDER)) < 1e-6
+
+
+# ---------------------------------------------------------------------------- codecs
+CODECS: dict[str, Codec | str] = {"int8": Int8(), "int4": "int4"}
+
+
+def off(model: Any, codec: Codec | str, folder: Path) -> float:
+    """Error of stitched logits, of two orders, by a codec, in standard deviations."""
+    exact, coded = over(model), over(model, DiskStore(folder, codec=codec, durable=False))
+    return max(
+        error(coded.logits(QUESTION, texts), exact.logits(QUESTION, texts))
+        for texts in (ORDER, TEXTS)
+    )
+
+
+@pytest.fixture(scope="module")
+def bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Of a model that attends alone, which has all of its layers in keys and values."""
+    llama = build("llama")
+    return {
+        name: 1.5 * off(llama, codec, tmp_path_factory.mktemp(name))
+        for name, codec in CODECS.items()
+    }
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_round_keys_and_values_alone(
+    model: Any, engine: Engine, name: str, bounds: dict[str, float], tmp_path: Path
+) -> None:
+    codec, layout = CODECS[name], access.chunk_layout(engine)
+    found = off(model, codec, tmp_path)
+    assert found < bounds[name]
+    assert (found == 0) == (not layout.groups)
+    coded = over(model, DiskStore(tmp_path, codec=codec, durable=False))
+    store = coded.store
+    stored = load_file(store.path(coded.keys(ORDER)[0]))  # type: ignore[attr-defined]
+    exact = engine.store.get(engine.add(ORDER)[0], layout).chunk
+    assert isinstance(exact, ChunkKV)
+    for index, states in enumerate(exact.states):
+        for part, tensor in states.items():
+            spec = layout.states[index].parts[part]
+            kept = stored[f"{part}.{index}"]
+            assert (kept.dtype, tuple(kept.shape)) == spec
+            assert torch.equal(kept, tensor), "no codec rounds a state further"
+
+
+@pytest.fixture(scope="module")
+def low(model: Any) -> Any:
+    """The same parameters in bfloat16."""
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+def test_states_of_bfloat16_are_kept_in_float16(engine: Engine, low: Any) -> None:
+    rounded = over(low)
+    for group in access.chunk_layout(rounded).states:
+        assert group.state is None or group.state[0] == torch.float16
+        if group.transition is not None:
+            is_numbers = group.form == "scale"
+            assert group.transition[0] == (torch.float32 if is_numbers else torch.float16)
+    found = rounded.logits(QUESTION, ORDER)
+    plain = rounded.logits(QUESTION, ORDER, policy=FullRecompute())
+    expected = engine.logits(QUESTION, ORDER)
+    # What rounding does to a plain pass, it may do to a stitched one.
+    noise = error(plain, engine.logits(QUESTION, ORDER, policy=FullRecompute()))
+    assert error(found, expected) < max(0.3, 1.5 * noise)
+
+
+def test_a_state_beyond_float16_is_told() -> None:
+    model = build("bamba", dtype=torch.bfloat16)
+    engine = over(model)
+    engine.add(TEXTS[:1])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer, "mamba"):
+                layer.mamba.in_proj.weight.mul_(3000)
+    says = "layers .* have states of up to .*, which torch.float16 does not hold; load the model in"
+    with pytest.raises(UnsupportedModelError, match=says):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    assert engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=1)
+
+
+@pytest.mark.skipif(
+    few_queries.library() is None, reason="no compiled kernel, or no CPU with AVX-512 for bfloat16"
+)
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "falcon_h1"])
+def test_chunks_in_8_bits_are_attended_to_in_place(name: str, tmp_path: Path) -> None:
+    model = build(name, dtype=torch.bfloat16, width=32)
+    store = DiskStore(tmp_path, codec=Int8(), durable=False)
+    over(model, store).add(ORDER)
+    copied, held = (over(model, store, rotation=one) for one in ("copied", "auto"))
+    expected = copied.logits(QUESTION, ORDER)
+    answer = held.generate(QUESTION, ORDER, max_new_tokens=5)
+    assert answer.metrics.rotation == "deferred", answer.metrics.not_deferred
+    assert torch.equal(held.logits(QUESTION, ORDER), expected)
+    assert answer.token_ids == copied.generate(QUESTION, ORDER, max_new_tokens=5).token_ids
+    memory = over(model, MemoryStore(codec="int8"))
+    assert torch.equal(memory.logits(QUESTION, ORDER), expected)
+
+
+# ---------------------------------------------------------------------------- conversations
+TURNS = (
+    Message("user", "Is it wet?"),
+    Message("assistant", "No."),
+    Message("user", "Is it dry?"),
+    Message("assistant", "Yes, very."),
+)
+
+
+def expected_ids(engine: Engine, texts: list[str], tokens: int, **more: Any) -> list[int]:
+    """Tokens one by one behind the same ids."""
+    ids = engine.tokenize(QUESTION, texts, **more)
+    return reference_answer(engine.model, ids.prefix, ids.chunks, ids.query, tokens)
+
+
+def test_earlier_turns_stand_behind_the_chunks(engine: Engine) -> None:
+    answer = engine.generate(QUESTION, ORDER, history=TURNS, max_new_tokens=4)
+    expected = expected_ids(engine, ORDER, 4, history=TURNS)
+    assert list(answer.token_ids) == expected[: len(answer.token_ids)]
+    assert sum(answer.metrics.hits.values()) + answer.metrics.misses == 3
+
+
+def test_another_instruction_has_other_chunks(model: Any, engine: Engine) -> None:
+    store = MemoryStore()
+    first = over(model, store)
+    template = PromptTemplate(system="Be brief.\n", chunk_start="<d>", chunk_end="</d>")
+    second = over(model, store, template=template)
+    assert hits(first) == {}
+    assert hits(second) == {}
+    assert hits(first) == hits(second) == {"memory": 3}
+    found = second.logits(QUESTION, ORDER)
+    ids = second.tokenize(QUESTION, ORDER)
+    assert error(found, reference_logits(model, ids.prefix, ids.chunks, ids.query)) < 5e-4
+    assert error(found, engine.logits(QUESTION, ORDER)) > 0.01
+
+
+def test_rounds_of_refine_and_what_is_dropped(model: Any) -> None:
+    window = 11 + 71 + 38 + 200
+    narrow = over(model, context_window=window)
+    with pytest.raises(ContextTooLongError):
+        narrow.generate(QUESTION, TEXTS * 2, max_new_tokens=16)
+    answer = narrow.generate(QUESTION, TEXTS * 2, overflow="refine", max_new_tokens=16)
+    assert answer.metrics.rounds > 1
+    again = narrow.generate(QUESTION, TEXTS * 2, overflow="refine", max_new_tokens=16)
+    assert again.token_ids == answer.token_ids
+    dropped = narrow.generate(QUESTION, TEXTS * 2, overflow="drop_lowest", max_new_tokens=16)
+    count = 6 - dropped.metrics.dropped_chunks
+    assert 0 < count < 6
+    alone = over(model).generate(QUESTION, (TEXTS * 2)[:count], max_new_tokens=16)
+    assert dropped.token_ids == alone.token_ids
+
+
+def test_streams_are_the_answer(engine: Engine) -> None:
+    whole = engine.generate(QUESTION, ORDER, max_new_tokens=12)
+    stream = engine.stream(QUESTION, ORDER, max_new_tokens=12)
+    assert "".join(stream) == whole.text
+    assert stream.metrics.generated_tokens == whole.metrics.generated_tokens
+
+    async def pieces() -> str:
+        return "".join(
+            [one async for one in engine.astream(QUESTION, ORDER, max_new_tokens=12)]
+        )
+
+    assert asyncio.run(pieces()) == whole.text
+    # Broken off in the middle, the next answer is as before.
+    stream = engine.stream(QUESTION, ORDER, max_new_tokens=200)
+    next(iter(stream))
+    stream.close()
+    again = engine.generate(QUESTION, ORDER, max_new_tokens=12)
+    assert again.token_ids == whole.token_ids
+
+
+def test_options_of_generate(engine: Engine) -> None:
+    plain = engine.generate(QUESTION, ORDER, max_new_tokens=12)
+    assert plain.text[5:]
+    stopped = engine.generate(QUESTION, ORDER, max_new_tokens=12, stop=[plain.text[4:6]])
+    assert stopped.text == plain.text[: plain.text.index(plain.text[4:6])]
+    banned = plain.token_ids[0]
+
+    def ban(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, banned] = -torch.inf
+        return scores
+
+    other = engine.generate(QUESTION, ORDER, max_new_tokens=12, logits_processor=[ban])
+    assert banned not in other.token_ids
+    pytest.importorskip("llguidance")
+    grammars = JsonGrammars(engine.model, engine.tokenizer)
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    held = [grammars.processor(schema)]
+    said = engine.generate(QUESTION, ORDER, max_new_tokens=40, logits_processor=held)
+    assert json.loads(said.text)["a"] in ("x", "y")
+
+
+def bare(engine: Engine) -> bool:
+    """Whether the model keeps no keys and values at all."""
+    return not access.chunk_layout(engine).groups
+
+
+BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8}
+
+
+def test_beams_are_those_of_generate(engine: Engine) -> None:
+    text = ORDER[:1]  # by itself a chunk is exact
+    ids = torch.tensor([engine.tokenize(QUESTION, text).all])
+    with torch.no_grad():
+        plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **BEAMS)
+    expected = plain[0, ids.shape[1] :].tolist()
+    if bare(engine):
+        with pytest.raises(UnsupportedModelError, match="leave out the other options, or use Full"):
+            engine.generate(QUESTION, text, **BEAMS)
+    else:
+        assert list(engine.generate(QUESTION, text, **BEAMS).token_ids) == expected
+        rows = [(QUESTION, text), (LONG_QUESTION, ORDER)]
+        batch = engine.generate_batch(rows, **BEAMS)
+        assert list(batch[0].token_ids) == expected
+        assert batch[1].token_ids == engine.generate(*rows[1], **BEAMS).token_ids
+    full = engine.generate(QUESTION, text, policy=FullRecompute(), **BEAMS)
+    assert list(full.token_ids) == expected
+
+
+def test_namespaces_share_nothing(model: Any) -> None:
+    one = over(model, namespace="one")
+    two = one.in_namespace("two")
+    assert hits(one) == hits(two) == {}
+    assert hits(one) == hits(two) == {"memory": 3}
+    assert torch.equal(one.logits(QUESTION, ORDER), two.logits(QUESTION, ORDER))
+    assert one.delete_namespace() == 4
+    assert hits(one) == {}
+    assert hits(two) == {"memory": 3}
+
+
+def test_batches_with_rows_of_a_prefix_alone(engine: Engine) -> None:
+    rows: list[Any] = [
+        ("x", []),
+        (QUESTION, ORDER, TURNS),
+        (QUESTION, ORDER),
+        ("y", [], TURNS[:2]),
+        (LONG_QUESTION, [ORDER[0]] * 2),
+    ]
+    batch = engine.generate_batch(rows, max_new_tokens=5)
+    for row, answer in zip(rows, batch, strict=True):
+        options = {"history": row[2]} if len(row) > 2 else {}
+        alone = engine.generate(*row[:2], max_new_tokens=5, **options)
+        assert answer.token_ids == alone.token_ids
+    only = engine.generate_batch([("x", []), ("yes, is it?", [])], max_new_tokens=5)
+    assert only[0].token_ids == batch[0].token_ids
+
+
+def test_combinations_and_the_best_last(engine: Engine) -> None:
+    joint = engine.logits(QUESTION, ORDER, policy=Combination())
+    ids = engine.tokenize(QUESTION, ORDER)
+    together = [token for chunk in ids.chunks for token in chunk]
+    plain = reference_logits(engine.model, ids.prefix, [together], ids.query)
+    assert error(joint, plain) < 5e-4
+    engine.add_combination([ORDER])
+    answer = engine.generate(QUESTION, ORDER, policy=Combination(), max_new_tokens=2)
+    assert answer.metrics.hits == {"combinations": 1}
+    best = engine.logits(QUESTION, ORDER, policy=BestLast())
+    others = [ids.chunks[2], ids.chunks[1]]
+    query = [*ids.chunks[0], *ids.query]
+    expected = reference_logits(engine.model, ids.prefix, others, query)[-len(ids.query) :]
+    order = min(
+        error(best, expected),
+        error(
+            best,
+            reference_logits(engine.model, ids.prefix, others[::-1], query)[-len(ids.query) :],
+        ),
+    )
+    assert order < 5e-4
+
+
+@pytest.mark.parametrize("policy", [Reuse(), BestLast(), Combination(), FullRecompute()], ids=repr)
+def test_it_is_explained_as_it_is_answered(engine: Engine, policy: ReusePolicy) -> None:
+    engine.generate(QUESTION, ORDER, policy=policy, max_new_tokens=1)
+    told = engine.explain(QUESTION, ORDER, policy=policy)
+    metrics = engine.generate(QUESTION, ORDER, policy=policy, max_new_tokens=1).metrics
+    assert (told.reused_tokens, told.fresh_tokens) == (metrics.reused_tokens, metrics.fresh_tokens)
+    assert json.dumps(told.to_dict())
