@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 # One of each kind: gated delta, Mamba2, short convolution, a state beside keys and values, no
 # attention at all, a scan whose state has to be carried.
 KINDS = [
-    name
-    for name in ("qwen3_5", "bamba", "lfm2", "falcon_h1", "mamba2", "jamba")
-    if name in HYBRIDS
+    name for name in ("qwen3_5", "bamba", "lfm2", "falcon_h1", "mamba2", "jamba") if name in HYBRIDS
 ]
 ORDER = [TEXTS[2], TEXTS[0], TEXTS[1]]
 SECRET = b"s" * 32
@@ -353,9 +351,7 @@ def test_streams_are_the_answer(engine: Engine) -> None:
     assert stream.metrics.generated_tokens == whole.metrics.generated_tokens
 
     async def pieces() -> str:
-        return "".join(
-            [one async for one in engine.astream(QUESTION, ORDER, max_new_tokens=12)]
-        )
+        return "".join([one async for one in engine.astream(QUESTION, ORDER, max_new_tokens=12)])
 
     assert asyncio.run(pieces()) == whole.text
     # Broken off in the middle, the next answer is as before.

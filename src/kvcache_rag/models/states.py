@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.forks import new_rlock
 from kvcache_rag.kv.chunk import StateLayout
 from kvcache_rag.models.cache import (
     DummyLayer,
@@ -37,6 +36,7 @@ from kvcache_rag.models.recurrent_kernels import (
     forward_of,
     named_kernel,
     rebound,
+    running,
     wide,
     with_names,
 )
@@ -236,18 +236,81 @@ def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
     )
 
 
-_REBINDING = new_rlock()
-
-
 @contextmanager
 def _carried(sites: Sequence[_Site]) -> Iterator[None]:
     """Let the scans of these sites go on from their states."""
-    with _REBINDING, ExitStack() as stack:
+    with ExitStack() as stack:
         for site in sites:
             inner = forward_of(site.module)
             if inner is not None:  # else one that is carried already
                 stack.enter_context(rebound(site.module, carrying(inner, site.layer, site.slot)))
         yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Measuring:
+    """Notes the transition of what a site computes in this thread.
+
+    Attributes:
+        site: The site.
+        transition: Its form.
+        before: The state that the pass begins at.
+        found: By layer; written to.
+    """
+
+    site: _Site
+    transition: _Transition
+    before: State
+    found: dict[int, Tensor]
+
+    def by(self, kernel: str) -> AbstractContextManager[object]:
+        """Around a pass.
+
+        Args:
+            kernel: Gives the transition in its own run; "" for a second run of the site.
+        """
+        module = self.site.module
+        if "forward" in vars(module):  # an app's, which calls what it will
+            return _hooked(module, self._again)
+        inner = forward_of(module) if kernel else None
+        run = running(module)
+        if inner is not None:
+            names = {kernel: KERNELS[kernel](self._note, inner.__globals__[kernel])}
+            run = with_names(inner, names)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = run(module, *args, **kwargs)
+            with rebound(module, run):
+                self._again(args, kwargs)
+            return result
+
+        return rebound(module, forward)
+
+    def _note(self, tensor: Tensor) -> None:
+        self.found[self.site.layer] = tensor
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A single token takes another kernel.
+        if self.site.layer not in self.found:
+            self._note(self.transition.measured(self.site, _Call(args, kwargs), self.before))
+
+
+@contextmanager
+def _hooked(
+    module: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Be told the arguments of a module's forward passes in this thread, behind each."""
+    mine = threading.get_ident()
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        if threading.get_ident() == mine:
+            call(args, kwargs)
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------------- what is known
@@ -291,42 +354,14 @@ class RecurrentLayers:
             before: Per layer the state that the pass begins at.
         """
         found: dict[int, Tensor] = {}
-        mine = threading.get_ident()
         with ExitStack() as stack:
             stack.enter_context(self.carried())
-            if any(self.kernel):
-                stack.enter_context(_REBINDING)
             for site, transition, kernel in zip(
                 self.sites, self.transitions, self.kernel, strict=True
             ):
-                if transition.form == "none":
-                    continue
-                inner = forward_of(site.module) if kernel else None
-                if inner is not None:
-
-                    def note(tensor: Tensor, layer: int = site.layer) -> None:
-                        if threading.get_ident() == mine:
-                            found[layer] = tensor
-
-                    own = inner.__globals__[kernel]
-                    names = {kernel: KERNELS[kernel](note, own)}
-                    stack.enter_context(rebound(site.module, with_names(inner, names)))
-
-                def again(
-                    _: Any,
-                    args: tuple[Any, ...],
-                    kwargs: dict[str, Any],
-                    __: Any,
-                    site: _Site = site,
-                    transition: _Transition = transition,
-                ) -> None:
-                    # A single token takes another kernel.
-                    if threading.get_ident() == mine and site.layer not in found:
-                        call = _Call(args, kwargs)
-                        found[site.layer] = transition.measured(site, call, before[site.layer])
-
-                hook = site.module.register_forward_hook(again, with_kwargs=True)
-                stack.callback(hook.remove)
+                if transition.form != "none":
+                    measure = _Measuring(site, transition, before[site.layer], found)
+                    stack.enter_context(measure.by(kernel))
             yield found
 
 
@@ -384,15 +419,11 @@ def _measured(
         for site in sites:
 
             def keep(
-                _: Any,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                __: Any,
-                layer: int = site.layer,
+                args: tuple[Any, ...], kwargs: dict[str, Any], layer: int = site.layer
             ) -> None:
                 calls[layer] = _Call(args, kwargs)
 
-            stack.callback(site.module.register_forward_hook(keep, with_kwargs=True).remove)
+            stack.enter_context(_hooked(site.module, keep))
         # Few tokens, so that strong decays leave something to be seen.
         forward(ids[:, 3:5], cache, 3)
     transitions = tuple(_fit(site, calls[site.layer], before[site.layer], name) for site in sites)
@@ -506,11 +537,15 @@ def _find_sites(
         if slots:
             found.setdefault(layer, _Site(names[id(module)], module, layer, slots[0], type(cache)))
 
+    mine = threading.get_ident()
+
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack.append((module, args, kwargs))
+        if threading.get_ident() == mine:
+            stack.append((module, args, kwargs))
 
     def leave(*_: Any) -> None:
-        stack.pop()
+        if threading.get_ident() == mine:
+            stack.pop()
 
     for layer in layers:
         cache.layers[layer].touched = lambda layer=layer: note(layer)
