@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
-    from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.models.hf import TransformersModel
 
     model = TransformersModel(_load(arguments))
