@@ -6,11 +6,14 @@ import asyncio
 import copy
 import json
 import pickle
+import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import access
+import forks
 import pytest
 import torch
 from laws import LONG_QUESTION, QUESTION, TEMPLATE, TEXTS, error
@@ -18,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from recurrent_reference import reference_answer, reference_logits
 from safetensors.torch import load_file
 from test_undisturbed import SWITCHED, traces
+from verdicts import make_verdict
 from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import (
@@ -32,6 +36,7 @@ from kvcache_rag import (
     Message,
     PromptTemplate,
     Reuse,
+    StoredChunk,
     TieredStore,
     UnsupportedModelError,
     cli,
@@ -47,7 +52,6 @@ from tests.damage import header_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvcache_rag import ChunkStore, ReusePolicy
 
@@ -676,3 +680,195 @@ def test_copies_of_an_engine_and_compiled_models(model: Any, engine: Engine) -> 
     assert torch.equal(compiled.logits(QUESTION, ORDER), expected)
     copied = over(copy.deepcopy(model), engine.store)
     assert torch.equal(copied.logits(QUESTION, ORDER), expected)
+
+
+# ---------------------------------------------------------------------------- commands
+SAYS = {
+    "qwen3_5": (
+        "layers          4, 3 with a state, 1 with keys and values",
+        "cache           256 bytes per token and 26880 bytes per chunk; a chunk of more than 105 "
+        "tokens is mostly keys and values",
+        "layers 0-2; window 112x4 float32; state 4x16x12 float32; transition 4x16x16 float32 "
+        "(a matrix from the left)",
+    ),
+    "lfm2": ("2 with a state, 2 with keys and values", "layers 0,3; window 64x3 float32\n"),
+    "falcon_h1": ("4, 4 with a state beside keys and values", "8x1x1 float32 (numbers)"),
+    "mamba2": ("4, 4 with a state", "cache           26752 bytes per chunk, however long it is"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as a checkpoint."""
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_check_tells_what_chunks_keep(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = json.loads((saved / "config.json").read_text())["model_type"].removesuffix("_text")
+    assert cli.main(["models", "check", str(saved)]) == 0
+    out = capsys.readouterr().out
+    for line in (*SAYS.get(name, ()), "verdict         supported", "transitions of states)"):
+        assert line in out
+
+
+ELSEWHERE = """
+import json, sys
+from kvcache_rag import DiskStore, Engine, Reuse
+engine = Engine.from_pretrained({folder!r}, store=DiskStore({store!r}), policy=Reuse())
+answer = engine.generate({question!r}, {texts!r}, max_new_tokens=6)
+print(json.dumps([dict(answer.metrics.hits), list(answer.token_ids)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing forks there")
+def test_another_process_answers_from_the_folder(saved: Path, tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(saved, store=DiskStore(tmp_path / "kv"), policy=Reuse())
+    answer = engine.generate(QUESTION, ORDER, max_new_tokens=6)
+    (tmp_path / "work").mkdir()
+    values = {"folder": str(saved), "store": str(tmp_path / "kv")}
+    code = ELSEWHERE.format(**values, question=QUESTION, texts=TEXTS)
+    status, output, errors = forks.run(code, tmp_path / "work")
+    assert status == 0, errors
+    found, said = json.loads(output.splitlines()[-1])
+    assert found == {"disk": 3}
+    assert said == list(engine.generate(QUESTION, TEXTS, max_new_tokens=6).token_ids)
+    assert answer.metrics.misses == 3
+
+
+IN_THE_MIDDLE = """
+import faulthandler, os, select, sys, threading
+faulthandler.dump_traceback_later(100, exit=True)
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from laws import QUESTION, TEMPLATE, TEXTS
+from zoo import build, byte_tokenizer
+from kvcache_rag import Engine, MemoryStore, Reuse
+
+model = build({name!r})
+engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), policy=Reuse())
+middle, goes_on = threading.Event(), threading.Event()
+
+def held(*arguments):
+    middle.set()
+    goes_on.wait(90)
+
+held.__module__ = "transformers"
+expected = engine.logits(QUESTION, TEXTS)
+layers = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))
+hook = layers[0].register_forward_hook(held)
+asking = threading.Thread(target=lambda: engine.add(["Another text of some length."]))
+asking.start()
+assert middle.wait(60)
+reading, writing = os.pipe()
+if child := os.fork():
+    ready, _, _ = select.select([reading], [], [], 60)
+    found = os.read(reading, 1000).decode() if ready else "nothing"
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    goes_on.set()
+    asking.join()
+    assert found == "the same", found
+else:
+    hook.remove()
+    fresh = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), policy=Reuse())
+    same = all(torch.equal(one.logits(QUESTION, TEXTS), expected) for one in (engine, fresh))
+    os.write(writing, b"the same" if same else b"others")
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing forks there")
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
+def test_a_child_forked_in_the_middle_of_a_pass_answers(name: str, tmp_path: Path) -> None:
+    code = IN_THE_MIDDLE.format(tests=str(Path(__file__).parent), name=name)
+    status, output, errors = forks.run(code, tmp_path)
+    assert status == 0, f"{output}\n{errors}"
+
+
+# ---------------------------------------------------------------------------- edges
+def test_without_instruction_and_template(model: Any) -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.bos_token = None
+    template = PromptTemplate(system="", chunk_start="", chunk_end="")
+    engine = Engine(model, tokenizer, template=template, store=MemoryStore(), policy=Reuse())
+    for texts in (ORDER, ["q"], ["q", "q", *ORDER], []):
+        ids = engine.tokenize("?", texts)
+        assert not ids.prefix
+        expected = reference_logits(model, ids.prefix, ids.chunks, ids.query)
+        assert error(engine.logits("?", texts), expected) < 5e-4
+    assert engine.generate("?", ["q"], max_new_tokens=2).metrics.prefix_tokens == 0
+    batch = engine.generate_batch([("?", ["q"]), ("??", ORDER), ("x", [])], max_new_tokens=3)
+    alone = [
+        engine.generate(*one, max_new_tokens=3) for one in [("?", ["q"]), ("??", ORDER), ("x", [])]
+    ]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in alone]
+
+
+def test_many_chunks_and_the_same_one_several_times(engine: Engine) -> None:
+    texts = [f"{number}: {text[:9]}" for number, text in enumerate(TEXTS * 3)] + ["q"]
+    texts += [texts[0], texts[0], texts[4]]
+    ids = engine.tokenize(QUESTION, texts)
+    expected = reference_logits(engine.model, ids.prefix, ids.chunks, ids.query)
+    assert error(engine.logits(QUESTION, texts), expected) < 5e-4
+    metrics = engine.generate(QUESTION, texts, max_new_tokens=1).metrics
+    assert (sum(metrics.hits.values()), metrics.misses) == (13, 0)
+
+
+def test_a_window_limits_what_is_stored_and_asked(model: Any) -> None:
+    engine = over(model, context_window=120)
+    with pytest.raises(ContextTooLongError):
+        engine.add(["x" * 200])
+    with pytest.raises(ContextTooLongError):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert engine.generate(QUESTION, TEXTS[:1], max_new_tokens=4).text is not None
+    with pytest.raises(InvalidInputError, match="the question is empty"):
+        engine.generate(" ", TEXTS[:1])
+
+
+def test_answers_are_told_to_logs(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvcache_rag")
+    engine = over(model)
+    keys, layout = engine.add(ORDER), access.chunk_layout(engine)
+    nbytes = sum(layout.nbytes(key.tokens) for key in keys)
+    engine.generate(QUESTION, ORDER, max_new_tokens=1)
+    said = caplog.text
+    assert f" {nbytes} bytes" in said, "what chunks take has a part for each of them"
+    tokens = sum(key.tokens for key in keys)
+    assert f"{tokens} tokens reused, 23 computed" in said
+
+
+def test_chunks_known_by_their_keys(engine: Engine) -> None:
+    keys = engine.add(ORDER)
+    expected = engine.generate(QUESTION, ORDER, max_new_tokens=4)
+    assert engine.generate(QUESTION, keys, max_new_tokens=4).token_ids == expected.token_ids
+    one = engine.reference(keys[0].digest, keys[0].spec, keys[0].tokens)
+    assert one == keys[0]
+    own = over(engine.model, MemoryStore())
+    own.add(ORDER)
+    own.delete(keys[:1])
+    stored = [StoredChunk(key, text) for key, text in zip(keys, ORDER, strict=True)]
+    answer = own.generate(QUESTION, stored, max_new_tokens=4)
+    assert answer.token_ids == expected.token_ids
+    assert answer.metrics.misses == 1
+
+
+def test_a_verdict_opens_and_closes_the_gate(model: Any) -> None:
+    plain = over(model)
+    expected = plain.generate(QUESTION, ORDER, max_new_tokens=4)
+    full = plain.generate(QUESTION, ORDER, policy=FullRecompute(), max_new_tokens=4)
+    for score, answer in ((0.99, expected), (0.5, full)):
+        gated = over(model, plain.store, gate=make_verdict(plain.identity, {repr(Reuse()): score}))
+        found = gated.generate(QUESTION, ORDER, max_new_tokens=4)
+        assert found.token_ids == answer.token_ids
+        assert bool(found.metrics.gate) == (score < 0.9)
+
+
+def test_verify_checks_what_a_plain_prefill_shows(engine: Engine) -> None:
+    verification = pytest.importorskip("kvcache_rag_lab.evaluation.verification")
+    checks = verification.check_numerics(engine, QUESTION, ORDER)
+    assert [one.name.split()[0] for one in checks] == ["full", "one"]
+    assert all(one.error < one.tolerance for one in checks)
