@@ -40,6 +40,7 @@ from kvcache_rag import (
     TieredStore,
     UnsupportedModelError,
     cli,
+    pack_weights,
 )
 from kvcache_rag.codecs import Codec, Int8
 from kvcache_rag.errors import CorruptChunkError
@@ -680,6 +681,30 @@ def test_copies_of_an_engine_and_compiled_models(model: Any, engine: Engine) -> 
     assert torch.equal(compiled.logits(QUESTION, ORDER), expected)
     copied = over(copy.deepcopy(model), engine.store)
     assert torch.equal(copied.logits(QUESTION, ORDER), expected)
+
+
+def test_an_app_may_compile_its_model_whole() -> None:
+    model = build(KINDS[0])
+    over(model).add(ORDER)
+    ids = torch.arange(5, 40)[None]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert error(compiled(ids, use_cache=False).logits[0], model(ids).logits[0]) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_weights_of_few_bits(form: Any) -> None:
+    """In them and in bfloat16 rounding sends one of the probe's tokens to another expert."""
+    model = pack_weights(build("nemotron_h", dtype=torch.bfloat16), form)
+    engine, store = over(model), MemoryStore()
+    assert not engine.refusal
+    logits = over(model, store).logits(QUESTION, ORDER)
+    assert torch.equal(over(model, store).logits(QUESTION, ORDER), logits)
+    assert hits(over(model, store)) == {"memory": 3}
+    exact = engine.logits(QUESTION, ORDER[:1])
+    full = engine.logits(QUESTION, ORDER[:1], policy=FullRecompute())
+    off = (exact - full).abs().amax(-1) / full.std()
+    assert float(off.median()) < 0.3
 
 
 # ---------------------------------------------------------------------------- commands
