@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.codecs.base import TensorSpec
+    from kvcache_rag.kv.chunk import TensorSpec
 
 GROUP = 64
 _LEVELS = 15

@@ -12,7 +12,7 @@ from kvcache_rag.codecs.base import QuantisedCodec, at_least, extremes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcache_rag.codecs.base import TensorSpec
+    from kvcache_rag.kv.chunk import TensorSpec
 
 _LEVELS = 127
 

@@ -95,7 +95,7 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
 
 def _kinds(layout: ModelLayout) -> str:
     """How many layers there are of each kind, if they are of several."""
-    counts = Counter(kind.keeps for kind in layout.kinds)
+    counts = Counter[str](kind.keeps for kind in layout.kinds)
     nothing = "without a cache" if layout.states else "of them read another layer's cache"
     told = {"state": "with a state", "both": "with a state beside keys and values"}
     told |= {"kv": "with keys and values"} if layout.states else {}

@@ -74,7 +74,8 @@ def own_class(model: Any) -> type[Cache]:
     for parameter in inspect.signature(inner.forward).parameters.values():
         for kind in get_args(parameter.annotation):
             if isinstance(kind, type) and issubclass(kind, Cache) and hasattr(kind, _OWN_STATES):
-                return _with_states_in_layers(kind)
+                own: type[Cache] = _with_states_in_layers(kind)  # type: ignore[arg-type]  # hashed
+                return own
     return Cache
 
 
@@ -348,7 +349,7 @@ def beside_state(kind: type[DynamicLayer]) -> Any:
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             StateLayer.reorder_cache(self, beam_idx)
-            kind.reorder_cache(self, beam_idx)
+            kind.reorder_cache(self, beam_idx)  # type: ignore[arg-type]  # int64, as it wants
 
         def batch_repeat_interleave(self, repeats: int) -> None:
             StateLayer.batch_repeat_interleave(self, repeats)
@@ -373,14 +374,15 @@ def layer_of(kind: LayerKind, own: type[DynamicLayer], *args: Any) -> Any:
 
 def held_state(cache: Cache, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """Window `(rows, channels, width)` and state `(rows, ...)` of a cache's layer, not copied."""
-    own = cache.layers[layer]
+    own: Any = cache.layers[layer]
     return own.conv_states[0], own.recurrent_states[0]
 
 
 def remember(cache: Cache, states: Mapping[int, tuple[Tensor | None, Tensor | None]]) -> None:
     """Let the recurrent layers of a cache go on from copies of these windows and states."""
     for layer, (window, state) in states.items():
-        cache.layers[layer].remember(window, state)
+        own: Any = cache.layers[layer]
+        own.remember(window, state)
 
 
 def keep_states(cache: Cache, buffer: KVBuffer) -> None:

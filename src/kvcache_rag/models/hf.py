@@ -499,7 +499,8 @@ class TransformersModel:
         for states, group in zip(buffer.states, prefix.states if prefix else (), strict=False):
             for name, tensor in states.items():  # [layers, chunks, ...]
                 tensor.copy_(group[name][:, None])
-        kinds, of_head = self.measured.kinds, dict[int, Tensor]()
+        kinds = self.measured.kinds
+        of_head: Mapping[int, Tensor] = {}
         cut = min(max((group.head for group in layout.states), default=0), longest)
         if cut:
             cache = buffer_cache(buffer, kinds, start)

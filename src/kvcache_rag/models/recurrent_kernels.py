@@ -187,7 +187,7 @@ def carrying(inner: FunctionType, layer: int, slot: int | str) -> Callable[..., 
     copy = with_names(inner, {SCAN: scan})
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(slot) if isinstance(slot, str) else args[slot]
+        cache: Any = kwargs.get(slot) if isinstance(slot, str) else args[slot]
         state = None if cache is None else held_state(cache, layer)[1]
         if state is None or not cache.layers[layer].has_previous_state[0]:
             waiting.states = []

@@ -152,8 +152,10 @@ class _Transition:
             count = min(room, size - first)
             probe = torch.zeros_like(state)
             for place in range(count):
-                where = (first + place, place) if self.form == "left" else (place, first + place)
-                probe[(..., *where)] = large
+                row, column = (
+                    (first + place, place) if self.form == "left" else (place, first + place)
+                )
+                probe[..., row, column] = large
             got = wide(site.behind(call, before.window, probe)) / large
             parts.append(got[..., :count] if self.form == "left" else got[..., :count, :])
         return torch.cat(parts, -1 if self.form == "left" else -2)
@@ -366,7 +368,7 @@ class RecurrentLayers:
 
 
 def measure_states(
-    model: nn.Module,
+    model: Any,
     name: str,
     layers: Sequence[int],
     forward: Callable[[Tensor, Any, int], Tensor],
@@ -406,7 +408,7 @@ def measure_states(
 
 
 def _measured(
-    model: nn.Module,
+    model: Any,
     name: str,
     sites: tuple[_Site, ...],
     scans: tuple[_Site, ...],
@@ -473,7 +475,7 @@ def _agreeing(
 
 
 def _groups(
-    model: nn.Module,
+    model: Any,
     sites: Sequence[_Site],
     transitions: Sequence[_Transition],
     before: Mapping[int, State],
@@ -508,7 +510,7 @@ def _groups(
 
 
 def _discontinuity(
-    model: nn.Module,
+    model: Any,
     ids: Tensor,
     forward: Callable[[Tensor, Any, int], Tensor],
     empty: Callable[[], Any],
