@@ -572,6 +572,26 @@ def test_nothing_of_ours_is_in_a_model(model: Any) -> None:
     assert traces(model) == before
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba"])
+def test_an_app_may_wrap_a_forward_function(name: str, when: str) -> None:
+    model = build(name)
+    engine = over(model)
+    expected = engine.logits(QUESTION, ORDER)
+    for module in model.modules():
+        if "Mamba" in type(module).__name__ or "DeltaNet" in type(module).__name__:
+
+            def wrapped(*args: Any, own: Any = module.forward, **kwargs: Any) -> Any:
+                return own(*args, **kwargs)
+
+            wrapped.__module__ = "accelerate.hooks"
+            module.forward = wrapped
+    used = over(model, MemoryStore()) if when == "before" else over(model, engine.store)
+    for one in (used, engine):
+        one.delete_namespace()
+        assert error(one.logits(QUESTION, ORDER), expected) < 5e-4
+
+
 class Trouble(Exception):
     """An app's own."""
 

@@ -41,14 +41,14 @@ _ASKING = new_lock()
 
 
 def forward_of(module: nn.Module) -> FunctionType | None:
-    """The forward function of a module's class, undecorated; None where another one runs."""
+    """The forward function of a module's class, undecorated; None where another stands in."""
     inner = inspect.unwrap(type(module).forward)
-    is_stock = "forward" not in vars(module) and id(module) not in _HERE.forwards
+    is_stock = id(module) not in _HERE.forwards
     return inner if is_stock and isinstance(inner, FunctionType) else None
 
 
 def running(module: nn.Module) -> Callable[..., Any]:
-    """What a module without a forward function of its own runs in this thread."""
+    """What runs in this thread where a module's class would."""
     kind = type(module)
     return _HERE.forwards.get(id(module)) or _OWN.get(kind, kind.forward)
 
@@ -68,7 +68,10 @@ def with_names(inner: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 @contextmanager
 def rebound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let this module alone have another forward function within, in this thread alone."""
+    """Let another function stand in for the class of this module alone, in this thread alone.
+
+    A function that an app has put into the module, as accelerate does, calls it, too.
+    """
     _let_ask(type(module))
     before = _HERE.forwards
     _HERE.forwards = {**before, id(module): forward}

@@ -272,13 +272,16 @@ class _Measuring:
             kernel: Gives the transition in its own run; "" for a second run of the site.
         """
         module = self.site.module
-        if "forward" in vars(module):  # an app's, which calls what it will
-            return _hooked(module, self._again)
         inner = forward_of(module) if kernel else None
         run = running(module)
         if inner is not None:
             names = {kernel: KERNELS[kernel](self._note, inner.__globals__[kernel])}
             run = with_names(inner, names)
+        if "forward" in vars(module):  # an app's, which may call the class or not
+            stack = ExitStack()
+            stack.enter_context(rebound(module, run))
+            stack.enter_context(_hooked(module, self._again))
+            return stack
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = run(module, *args, **kwargs)
