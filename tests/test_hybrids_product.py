@@ -26,12 +26,14 @@ from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import (
     BestLast,
+    CacheBlend,
     Combination,
     ContextTooLongError,
     DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
+    LegoLink,
     MemoryStore,
     Message,
     PromptTemplate,
@@ -911,6 +913,14 @@ def test_a_verdict_opens_and_closes_the_gate(model: Any) -> None:
         found = gated.generate(QUESTION, ORDER, max_new_tokens=4)
         assert found.token_ids == answer.token_ids
         assert bool(found.metrics.gate) == (score < 0.9)
+
+
+def test_policies_that_choose_tokens_are_refused(engine: Engine) -> None:
+    if access.chunk_layout(engine).states[0].form == "none":
+        pytest.skip("a convolution alone, which the laws are about")
+    for policy in (CacheBlend(0.2), LegoLink(4)):
+        with pytest.raises(UnsupportedModelError, match=r"recurrent layer.* use .*Reuse\(\)"):
+            engine.generate(QUESTION, ORDER, policy=policy, max_new_tokens=1)
 
 
 def test_verify_checks_what_a_plain_prefill_shows(engine: Engine) -> None:

@@ -560,10 +560,10 @@ def recompute_cache(
 
 def tapped_cache(kinds: tuple[LayerKind, ...], layer: int) -> tuple[Cache, TappedLayer]:
     """A cache for one pass over a whole context that ends (with `HaltedError`) at `layer`."""
-    tapped = TappedLayer()  # type: ignore[no-untyped-call]  # untyped in transformers
-    make: Any = PassingLayer
     layers: list[Any] = [
-        tapped if index == layer else make() if kind.has_kv else bare_layer(kind)
+        layer_of(kind, TappedLayer if index == layer else PassingLayer)
+        if kind.has_kv
+        else bare_layer(kind)
         for index, kind in enumerate(kinds)
     ]
-    return Cache(layers=layers), tapped
+    return Cache(layers=layers), layers[layer]
