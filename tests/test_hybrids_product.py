@@ -928,3 +928,20 @@ def test_verify_checks_what_a_plain_prefill_shows(engine: Engine) -> None:
     checks = verification.check_numerics(engine, QUESTION, ORDER)
     assert [one.name.split()[0] for one in checks] == ["full", "one"]
     assert all(one.error < one.tolerance for one in checks)
+
+
+@few
+def test_verify_compares_what_a_hybrid_can_do(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("kvcache_rag_lab.commands.verify")
+    row = {"question": "Who?", "documents": TEXTS, "answers": ["x"]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    asked = ["--data", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "2"]
+    out = tmp_path / "verdict.json"
+    assert cli.main(["verify", str(saved), *asked, "--out", str(out)]) == 0
+    capsys.readouterr()
+    names = [one["policy"] for one in json.loads(out.read_text())["policies"]]
+    assert [name.split("(")[0] for name in names] == ["Reuse", "BestLast", "Combination"]
+    gated = Engine.from_pretrained(saved, gate=out)
+    assert gated.generate(QUESTION, ORDER, max_new_tokens=1).metrics.gate

@@ -38,7 +38,7 @@ KEY = "KVCACHE_RAG_API_KEY"
 OF_SERVERS = ("reordered", "composite")
 
 # What a model with recurrent layers does, in which no single token is computed again.
-OF_RECURRENT = ("reordered", "bestlast", "composite")
+OF_RECURRENT = ("reordered", "bestlast", "combination")
 
 # Of a model in this process.
 _OF_MODELS = (
