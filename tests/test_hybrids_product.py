@@ -422,6 +422,43 @@ def test_beams_are_those_of_generate(engine: Engine) -> None:
     assert list(full.token_ids) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
+def test_a_prompt_may_be_computed_in_several_passes(name: str) -> None:
+    """transformers' own scan begins anew in each of them."""
+    engine = over(build(name))
+    options: dict[str, Any] = {"policy": FullRecompute(), "max_new_tokens": 8}
+    whole = engine.generate(QUESTION, ORDER, **options)
+    pieces = engine.generate(QUESTION, ORDER, prefill_chunk_size=7, **options)
+    assert pieces.token_ids == whole.token_ids
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "min_new_tokens": 3},
+    {"do_sample": True, "top_k": 5},
+    {"prompt_lookup_num_tokens": 4},
+    {"bad_words_ids": [[70], [80, 81]]},
+]
+
+
+@few
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: "-".join(one))
+def test_options_do_what_they_do_without_us(engine: Engine, options: dict[str, Any]) -> None:
+    settings = {"max_new_tokens": 8, "do_sample": False, **options}
+    is_ours = "prompt_lookup_num_tokens" in options
+    ids = torch.tensor([engine.tokenize(QUESTION, ORDER[:1]).all])
+    settings |= {"attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(11)
+    plain = {name: value for name, value in settings.items() if not name.startswith("prompt_")}
+    expected = engine.model.generate(ids, **plain)[0, ids.shape[1] :].tolist()
+    if bare(engine) and not is_ours:
+        with pytest.raises(UnsupportedModelError, match="leave out the other options, or use Full"):
+            engine.generate(QUESTION, ORDER[:1], max_new_tokens=8, **options)
+        return
+    torch.manual_seed(11)
+    answer = engine.generate(QUESTION, ORDER[:1], max_new_tokens=8, **options)
+    assert list(answer.token_ids) == expected
+
+
 def test_namespaces_share_nothing(model: Any) -> None:
     one = over(model, namespace="one")
     two = one.in_namespace("two")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from traceback import walk_tb
@@ -344,7 +344,9 @@ def _generate(
         arguments["tokenizer"] = tokenizer
     if cache is not None:  # where its name is another one, `generate()` would find None under ours
         arguments[CACHE_NAME] = model.taken(cache)
-    with torch.inference_mode(), _refused_options(options):
+    # A prompt may go through `generate()` in several passes (prefill_chunk_size).
+    carried = nullcontext() if model.recurrent is None else model.recurrent.carried()
+    with torch.inference_mode(), _refused_options(options), carried:
         output = _with_default(model.model, config).generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
