@@ -94,6 +94,11 @@ def test_a_config_that_does_not_say_it_is_told() -> None:
         DecoderShape.of(PretrainedConfig())
 
 
+def test_operations_of_recurrent_layers_are_not_guessed() -> None:
+    with pytest.raises(UnsupportedModelError, match="bamba: some layers are recurrent, whose"):
+        DecoderShape.of(AutoConfig.for_model("bamba"))
+
+
 # ---------------------------------------------------------------------------------- memory
 def test_the_peak_is_of_what_a_call_held_and_of_nothing_before() -> None:
     before = torch.ones(30 << 20, dtype=torch.uint8)

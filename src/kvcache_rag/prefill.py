@@ -256,7 +256,7 @@ class Prefiller:
         work = [*batches(missing, len(self.prefix_ids))]
         started = time.perf_counter()
         writing: deque[Future[None]] = deque()
-        done = computed = tokens = 0
+        done = computed = tokens = nbytes = 0
         with ExitStack() as stack:
             bar = stack.enter_context(_bar(missing)) if show_progress else None
             # A single batch has no other beside which it could be written.
@@ -270,6 +270,7 @@ class Prefiller:
                     filled = self._fill_behind(pool, batch, writing)
                 computed += len(filled)
                 tokens += sum(map(attrgetter("tokens"), filled))
+                nbytes += sum(self.store.codec.nbytes(self.layout, key.tokens) for key in filled)
                 done += len(batch)
                 if bar is not None:
                     bar.set_postfix_str(f"{done}/{len(missing)} chunks", refresh=False)
@@ -278,10 +279,7 @@ class Prefiller:
         for one in writing:
             one.result()
         if _LOG.isEnabledFor(logging.INFO):
-            nbytes, seconds = (
-                self.store.codec.nbytes(self.layout, tokens),
-                time.perf_counter() - started,
-            )
+            seconds = time.perf_counter() - started
             text = "computed %d of %d chunks: %d tokens, %d bytes, %.3f s"
             _LOG.info(text, computed, len(chunks), tokens, nbytes, seconds)
         return computed

@@ -62,6 +62,7 @@ def engine(**changes: Any) -> tuple[Any, Any]:
     parallel = SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1))
     parallel.decode_context_parallel_size = changes.get("context", 1)
     model = SimpleNamespace(model="M", use_mla=changes.get("mla", False))
+    model.is_hybrid, model.is_attention_free = changes.get("hybrid"), changes.get("mamba")
     cache = SimpleNamespace(cache_dtype=changes.get("dtype", "auto"))
     config = SimpleNamespace(parallel_config=parallel, model_config=model, cache_config=cache)
     return config, SimpleNamespace(kv_cache_groups=[None] * changes.get("groups", 1))
@@ -71,6 +72,8 @@ def engine(**changes: Any) -> tuple[Any, Any]:
     ("changes", "words"),
     [
         ({"mla": True}, "latent attention"),
+        ({"hybrid": True, "groups": 2}, "recurrent layers"),
+        ({"mamba": True}, "recurrent layers"),
         ({"groups": 2}, "2 groups of layers"),
         ({"pipeline": 2}, "pipeline parallelism"),
         ({"context": 2}, "context parallelism"),

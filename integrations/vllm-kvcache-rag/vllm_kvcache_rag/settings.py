@@ -68,8 +68,10 @@ def check_engine(config: Any, cache: Any) -> None:
     """
     parallel, model = config.parallel_config, config.model_config
     groups, dtype = len(cache.kv_cache_groups), config.cache_config.cache_dtype
+    recurrent = ("is_hybrid", "is_attention_free")  # of Mamba's kind alone there is one group, too
     found = {
         "latent attention (MLA)": bool(model.use_mla),
+        "recurrent layers": any(getattr(model, name, False) for name in recurrent),
         f"{groups} groups of layers with caches of their own": groups != 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1

@@ -37,6 +37,9 @@ KEY = "KVCACHE_RAG_API_KEY"
 # What every engine behind a server does.
 OF_SERVERS = ("reordered", "composite")
 
+# What a model with recurrent layers does, in which no single token is computed again.
+OF_RECURRENT = ("reordered", "bestlast", "combination")
+
 # Of a model in this process.
 _OF_MODELS = (
     *("adapter", "auxiliary", "device", "dtype"),
@@ -90,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="POLICY",
         help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
-        f"of a server {' '.join(OF_SERVERS)})",
+        f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)})",
     )
     parser.add_argument(
         "--keep",
@@ -111,11 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
+    from kvcache_rag.policies.named import policy_by_name
+
     _check(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)
     with _opened(arguments) as (engine, auxiliary):
         agreement, scorer = None, ""
+        if not arguments.policies and not arguments.base_url and _is_recurrent(engine):
+            policies = [policy_by_name(name) for name in OF_RECURRENT]
         if auxiliary is not None:
             agreement = _agreement(engine, auxiliary, planned)
             scorer = agreement.name
@@ -126,6 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
     is_server = arguments.base_url is not None
     print("\n".join(lines(verdict, str(arguments.out), server=is_server)))
     return 0 if all(check.passed for check in verdict.checks) else FAILED
+
+
+def _is_recurrent(engine: Engine) -> bool:
+    from kvcache_rag.models.cache import layer_kinds
+
+    return not engine.refusal and any(kind.has_state for kind in layer_kinds(engine.model.config))
 
 
 def _check(arguments: argparse.Namespace) -> None:

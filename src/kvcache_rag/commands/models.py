@@ -5,6 +5,7 @@ Nothing is looked up in a list of model families; the answer is measured on the 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.options import add_model, add_options
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
+    from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
+    from kvcache_rag.models.states import RecurrentLayers
 
 HELP = "say whether chunks of a model can be stitched"
 _CHECK = "say whether chunks of a model can be stitched, and how its keys turn"
@@ -69,14 +72,13 @@ def _describe(name: str, model: TransformersModel) -> Iterator[str]:
     yield f"context window  {f'{window} tokens' if window < _UNLIMITED else 'not stated'}"
     if model.layout is not None:
         yield from _describe_layout(model.layout)
+    if model.recurrent is not None and model.layout is not None:
+        yield from _describe_states(model.recurrent)
 
 
 def _describe_layout(layout: ModelLayout) -> Iterator[str]:
-    shared = sum(kind.keeps == "nothing" for kind in layout.kinds)
-    yield f"layers          {len(layout.kinds)}" + (
-        f", {shared} of them read another layer's cache" if shared else ""
-    )
-    yield f"cache           {layout.chunk_layout.nbytes(1)} bytes per token"
+    yield f"layers          {_kinds(layout)}"
+    yield f"cache           {_bytes(layout.chunk_layout)}"
     if layout.limit is not None:
         yield f"length          {layout.limit} tokens: {layout.beyond}"
     fixed = [own.limit for own in layout.frequencies if own.limit is not None]
@@ -89,6 +91,52 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
     for index, group in enumerate(layout.groups):
         yield f"  group {index}       {_describe_group(group)}"
     yield f"residual        {layout.residual:.1e} (relative, first layer)"
+
+
+def _kinds(layout: ModelLayout) -> str:
+    """How many layers there are of each kind, if they are of several."""
+    counts = Counter[str](kind.keeps for kind in layout.kinds)
+    nothing = "without a cache" if layout.states else "of them read another layer's cache"
+    told = {"state": "with a state", "both": "with a state beside keys and values"}
+    told |= {"kv": "with keys and values"} if layout.states else {}
+    parts = [f"{counts[kind]} {what}" for kind, what in (*told.items(), ("nothing", nothing))]
+    return ", ".join([str(len(layout.kinds)), *(part for part in parts if part[0] != "0")])
+
+
+def _bytes(layout: ChunkLayout) -> str:
+    """What a chunk takes, by its tokens."""
+    fixed = layout.nbytes(0)
+    each = layout.nbytes(1) - fixed
+    if not fixed:
+        return f"{each} bytes per token"
+    if not each:
+        return f"{fixed} bytes per chunk, however long it is"
+    return (
+        f"{each} bytes per token and {fixed} bytes per chunk; a chunk of more than "
+        f"{-(-fixed // each)} tokens is mostly keys and values"
+    )
+
+
+_FORMS = {
+    "none": "none",
+    "scale": "numbers",
+    "left": "a matrix from the left",
+    "right": "a matrix from the right",
+}
+
+
+def _describe_states(recurrent: RecurrentLayers) -> Iterator[str]:
+    yield f"states          {len(recurrent.groups)}"
+    for index, group in enumerate(recurrent.groups):
+        specs = {"window": group.window, "state": group.state, "transition": group.transition}
+        parts = [f"layers {_ranges(group.layers)}"]
+        for name, spec in specs.items():
+            form = f" ({_FORMS[group.form]})" if name == "transition" else ""
+            if spec is not None:
+                shape = "x".join(map(str, spec[1]))
+                parts.append(f"{name} {shape} {_plain(spec[0])}{form}")
+        yield f"  state {index}       {'; '.join(parts)}"
+    yield f"residual        {recurrent.residual:.1e} (relative, transitions of states)"
 
 
 def _describe_group(group: LayerGroup) -> str:

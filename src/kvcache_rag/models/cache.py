@@ -376,14 +376,15 @@ def layer_of(kind: LayerKind, own: type[DynamicLayer], *args: Any) -> Any:
 
 def held_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """Window `(rows, channels, width)` and state `(rows, ...)` of a cache's layer, not copied."""
-    own = cache.layers[layer]
+    own: Any = cache.layers[layer]
     return own.conv_states[0], own.recurrent_states[0]
 
 
 def remember(cache: Any, states: States) -> None:
     """Let the recurrent layers of a cache go on from copies of these windows and states."""
     for layer, (window, state) in states.items():
-        cache.layers[layer].remember(window, state)
+        own: Any = cache.layers[layer]
+        own.remember(window, state)
 
 
 def keep_states(cache: Cache, buffer: KVBuffer) -> None:
@@ -600,10 +601,10 @@ def recompute_cache(
 
 def tapped_cache(kinds: tuple[LayerKind, ...], layer: int) -> tuple[Cache, TappedLayer]:
     """A cache for one pass over a whole context that ends (with `HaltedError`) at `layer`."""
-    tapped = TappedLayer()  # type: ignore[no-untyped-call]  # untyped in transformers
-    make: Any = PassingLayer
     layers: list[Any] = [
-        tapped if index == layer else make() if kind.has_kv else bare_layer(kind)
+        layer_of(kind, TappedLayer if index == layer else PassingLayer)
+        if kind.has_kv
+        else bare_layer(kind)
         for index, kind in enumerate(kinds)
     ]
-    return Cache(layers=layers), tapped
+    return Cache(layers=layers), layers[layer]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from traceback import walk_tb
@@ -342,12 +342,15 @@ def _generate(
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
-    with torch.inference_mode(), _refused_options(options):
+    if cache is not None:  # where its name is another one, `generate()` would find None under ours
+        arguments[CACHE_NAME] = model.taken(cache)
+    # A prompt may go through `generate()` in several passes (prefill_chunk_size).
+    carried = nullcontext() if model.recurrent is None else model.recurrent.carried()
+    with torch.inference_mode(), _refused_options(options), carried:
         output = _with_default(model.model, config).generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
-            **{CACHE_NAME: model.taken(cache)},
             **arguments,
         )
     ended = time.perf_counter()

@@ -306,9 +306,9 @@ class TransformersModel:
             so: What follows from it and what to do instead, the second half of the sentence.
         """
         if self.measured.by_place:
-            name = self.config.model_type
+            name, biased = self.config.model_type, " (ALiBi)" if self.recurrent is None else ""
             raise UnsupportedModelError(
-                f"{name}: attention counts a token's place in the prompt (ALiBi), so {so}"
+                f"{name}: attention counts a token's place in the prompt{biased}, so {so}"
             )
 
     def spec(self) -> dict[str, Any]:

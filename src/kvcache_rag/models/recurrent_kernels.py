@@ -2,6 +2,8 @@
 
 Kernels are functions of a modelling module.  One site of one model is given another function under
 such a name, in a copy of its forward function and for the time of one pass; the module's own stays.
+Nothing of it lies in the model, which an app may look at, copy, save or run meanwhile: classes of
+sites ask, at each call, what stands in for them in this thread.
 """
 
 from __future__ import annotations
@@ -10,22 +12,45 @@ import inspect
 import math
 import threading
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from functools import wraps
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from kvcache_rag.forks import new_lock
 from kvcache_rag.models.cache import held_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
+class _Here(threading.local):
+    """What stands in for the forward functions of some modules in a thread, by their identity."""
+
+    forwards: Mapping[int, Callable[..., Any]] = MappingProxyType({})
+
+
+_HERE = _Here()
+
+_OWN: dict[type[nn.Module], Callable[..., Any]] = {}  # of the classes that ask
+
+_ASKING = new_lock()
+
+
 def forward_of(module: nn.Module) -> FunctionType | None:
-    """The forward function of a module's class, undecorated; None where the module has its own."""
+    """The forward function of a module's class, undecorated; None where another stands in."""
     inner = inspect.unwrap(type(module).forward)
-    return inner if "forward" not in vars(module) and isinstance(inner, FunctionType) else None
+    is_stock = id(module) not in _HERE.forwards
+    return inner if is_stock and isinstance(inner, FunctionType) else None
+
+
+def running(module: nn.Module) -> Callable[..., Any]:
+    """What runs in this thread where a module's class would."""
+    kind = type(module)
+    return _HERE.forwards.get(id(module)) or _OWN.get(kind, kind.forward)
 
 
 def with_names(inner: FunctionType, names: Mapping[str, Any]) -> FunctionType:
@@ -43,12 +68,36 @@ def with_names(inner: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 @contextmanager
 def rebound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let this module alone, and only for now, have another forward function."""
-    vars(module)["forward"] = MethodType(forward, module)
+    """Let another function stand in for the class of this module alone, in this thread alone.
+
+    A function that an app has put into the module, as accelerate does, calls it, too.
+    """
+    _let_ask(type(module))
+    before = _HERE.forwards
+    _HERE.forwards = {**before, id(module): forward}
     try:
         yield
     finally:
-        del vars(module)["forward"]
+        _HERE.forwards = before
+
+
+def _let_ask(kind: type[nn.Module]) -> None:
+    with _ASKING:
+        if kind in _OWN:
+            return
+        own = _OWN[kind] = kind.forward
+
+        @wraps(own)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # An app that compiles its model compiles the stock function; a class under this one
+            # may call it from its own.
+            if type(self) is kind and not is_compiling():
+                found = _HERE.forwards.get(id(self))
+                if found is not None:
+                    return found(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
+
+        kind.forward = forward
 
 
 # ---------------------------------------------------------------------------- transitions

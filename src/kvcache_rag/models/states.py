@@ -15,14 +15,14 @@ import math
 import threading
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.forks import new_rlock
 from kvcache_rag.kv.chunk import StateLayout
 from kvcache_rag.models.cache import (
     DummyLayer,
@@ -38,6 +38,7 @@ from kvcache_rag.models.recurrent_kernels import (
     forward_of,
     named_kernel,
     rebound,
+    running,
     wide,
     with_names,
 )
@@ -243,18 +244,84 @@ def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
     )
 
 
-_REBINDING = new_rlock()
-
-
 @contextmanager
 def _carried(sites: Sequence[_Site]) -> Iterator[None]:
     """Let the scans of these sites go on from their states."""
-    with _REBINDING, ExitStack() as stack:
+    with ExitStack() as stack:
         for site in sites:
             inner = forward_of(site.module)
             if inner is not None:  # else one that is carried already
                 stack.enter_context(rebound(site.module, carrying(inner, site.layer, site.slot)))
         yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Measuring:
+    """Notes the transition of what a site computes in this thread.
+
+    Attributes:
+        site: The site.
+        transition: Its form.
+        before: The state that the pass begins at.
+        found: By layer; written to.
+    """
+
+    site: _Site
+    transition: _Transition
+    before: State
+    found: dict[int, Tensor]
+
+    def by(self, kernel: str) -> AbstractContextManager[object]:
+        """Around a pass.
+
+        Args:
+            kernel: Gives the transition in its own run; "" for a second run of the site.
+        """
+        module = self.site.module
+        inner = forward_of(module) if kernel else None
+        run = running(module)
+        if inner is not None:
+            names = {kernel: KERNELS[kernel](self._note, inner.__globals__[kernel])}
+            run = with_names(inner, names)
+        if "forward" in vars(module):  # an app's, which may call the class or not
+            stack = ExitStack()
+            stack.enter_context(rebound(module, run))
+            stack.enter_context(_hooked(module, self._again))
+            return stack
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = run(module, *args, **kwargs)
+            with rebound(module, run):
+                self._again(args, kwargs)
+            return result
+
+        return rebound(module, forward)
+
+    def _note(self, tensor: Tensor) -> None:
+        self.found[self.site.layer] = tensor
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A single token takes another kernel.
+        if self.site.layer not in self.found:
+            self._note(self.transition.measured(self.site, _Call(args, kwargs), self.before))
+
+
+@contextmanager
+def _hooked(
+    module: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Be told the arguments of a module's forward passes in this thread, behind each."""
+    mine = threading.get_ident()
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        if threading.get_ident() == mine:
+            call(args, kwargs)
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------------- what is known
@@ -298,42 +365,14 @@ class RecurrentLayers:
             before: Per layer the state that the pass begins at.
         """
         found: dict[int, Tensor] = {}
-        mine = threading.get_ident()
         with ExitStack() as stack:
             stack.enter_context(self.carried())
-            if any(self.kernel):
-                stack.enter_context(_REBINDING)
             for site, transition, kernel in zip(
                 self.sites, self.transitions, self.kernel, strict=True
             ):
-                if transition.form == "none":
-                    continue
-                inner = forward_of(site.module) if kernel else None
-                if inner is not None:
-
-                    def note(tensor: Tensor, layer: int = site.layer) -> None:
-                        if threading.get_ident() == mine:
-                            found[layer] = tensor
-
-                    own = inner.__globals__[kernel]
-                    names = {kernel: KERNELS[kernel](note, own)}
-                    stack.enter_context(rebound(site.module, with_names(inner, names)))
-
-                def again(
-                    _: Any,
-                    args: tuple[Any, ...],
-                    kwargs: dict[str, Any],
-                    __: Any,
-                    site: _Site = site,
-                    transition: _Transition = transition,
-                ) -> None:
-                    # A single token takes another kernel.
-                    if threading.get_ident() == mine and site.layer not in found:
-                        call = _Call(args, kwargs)
-                        found[site.layer] = transition.measured(site, call, before[site.layer])
-
-                hook = site.module.register_forward_hook(again, with_kwargs=True)
-                stack.callback(hook.remove)
+                if transition.form != "none":
+                    measure = _Measuring(site, transition, before[site.layer], found)
+                    stack.enter_context(measure.by(kernel))
             yield found
 
 
@@ -368,17 +407,20 @@ def measure_states(
     single = _one_by_one(behind, copy.deepcopy(cache), forward)
     tolerance = _CONTINUES.get(model.dtype, _CONTINUES_ELSE)
     whole, calls = _watched_calls(sites, run)
+    off = _off(whole, single, model.dtype)
     scans: tuple[_Site, ...] = ()
-    if _off(whole, single) > tolerance:
-        scans = tuple(site for site in sites if named_kernel(site.module, (SCAN,)))
+    known = tuple(site for site in sites if named_kernel(site.module, (SCAN,)))
+    if known and (off > tolerance or model.dtype not in _CONTINUES):
+        with _carried(known):
+            carried, calls_then = _watched_calls(sites, run)
+        if _off(carried, single, model.dtype) < off / 2:  # else transformers carries them itself
+            scans, calls, off = known, calls_then, _off(carried, single, model.dtype)
+    if not off <= tolerance:
+        raise UnsupportedModelError(
+            f"{name}: transformers computes several tokens behind a recurrent state otherwise than "
+            f"one by one (by {off:.2g} standard deviations)"
+        )
     with _carried(scans):
-        if scans:
-            whole, calls = _watched_calls(sites, run)
-        if not _off(whole, single) <= tolerance:
-            raise UnsupportedModelError(
-                f"{name}: transformers computes several tokens behind a recurrent state otherwise "
-                f"than one by one (by {_off(whole, single):.2g} standard deviations)"
-            )
         # Sites of one kind are the same code; a real model has dozens.
         first: dict[tuple[Any, ...], _Site] = {}
         kinds = {site: _kind(site, before[site.layer]) for site in sites}
@@ -412,8 +454,14 @@ def _one_by_one(ids: Tensor, cache: Any, forward: Callable[[Tensor, Any, int], T
     return torch.cat(steps, 1)
 
 
-def _off(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).abs().max() / other.float().std())
+def _off(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
+    """How far logits `(1, tokens, vocabulary)` are apart, in standard deviations.
+
+    Of the worst token; in low precision of the median one, as rounding sends single tokens to other
+    experts.
+    """
+    off = (one.float() - other.float()).abs().amax((0, 2)) / other.float().std()  # (tokens,)
+    return float(off.max() if dtype in _CONTINUES else off.median())
 
 
 def _watched_calls(
@@ -424,10 +472,10 @@ def _watched_calls(
     with ExitStack() as stack:
         for site in sites:
 
-            def keep(_: Any, args: Any, kwargs: Any, __: Any, layer: int = site.layer) -> None:
+            def keep(args: Any, kwargs: Any, layer: int = site.layer) -> None:
                 calls[layer] = _Call(args, kwargs)
 
-            stack.callback(site.module.register_forward_hook(keep, with_kwargs=True).remove)
+            stack.enter_context(_hooked(site.module, keep))
         return run(), calls
 
 
@@ -493,6 +541,31 @@ def _groups(
     return tuple(StateLayout(tuple(own), *key) for key, own in members.items())
 
 
+_Running: TypeAlias = "list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]"
+"""Modules whose forward passes run, the innermost last, and their arguments."""
+
+
+@contextmanager
+def _running(model: Any) -> Iterator[_Running]:
+    """The modules of a model that run in this thread."""
+    running: _Running = []
+    mine = threading.get_ident()
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == mine:
+            running.append((module, args, kwargs))
+
+    def leave(*_: Any) -> None:
+        if threading.get_ident() == mine:
+            running.pop()
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running
+
+
 def _find_sites(
     model: Any,
     name: str,
@@ -501,30 +574,20 @@ def _find_sites(
     empty: Callable[[], Any],
 ) -> tuple[tuple[_Site, ...], Any]:
     """Watch a pass over an empty cache: the modules that write to states, and the cache then."""
-    stack: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
     found: dict[int, _Site] = {}
     names = {id(module): path for path, module in model.named_modules()}
     cache = empty()
 
-    def note(layer: int) -> None:
-        module, args, kwargs = stack[-1]
+    def note(running: _Running, layer: int) -> None:
+        module, args, kwargs = running[-1]
         slots: list[int | str] = [place for place, one in enumerate(args) if one is cache]
         slots += [key for key, one in kwargs.items() if one is cache]
         if slots:
             found.setdefault(layer, _Site(names[id(module)], module, layer, slots[0], type(cache)))
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack.append((module, args, kwargs))
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    for layer in layers:
-        cache.layers[layer].touched = lambda layer=layer: note(layer)
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+    with _running(model) as running:
+        for layer in layers:
+            cache.layers[layer].touched = partial(note, running, layer)
         forward(cache)
     missing = [layer for layer in layers if layer not in found]
     if missing:

@@ -135,6 +135,8 @@ class RowSignals:
         model, context = self.row.model, self.row.shape.context_tokens
         slots = self.row.buffer.slots()
         if layer not in slots:
+            if model.recurrent is not None:
+                model.ensure_recomputable()  # at no other layer either
             raise InvalidInputError(
                 f"layer {layer} keeps no values of its own; compare at one of {min(slots)} to "
                 f"{max(slots)} that does"

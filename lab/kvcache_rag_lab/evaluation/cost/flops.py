@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.models.cache import layer_kinds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,6 +87,10 @@ class DecoderShape:
                 f"operations of a {getattr(config, 'model_type', 'model')} cannot be counted by "
                 "its config"
             ) from error
+        if any(kind.has_state for kind in layer_kinds(config)):
+            raise UnsupportedModelError(
+                f"{text.model_type}: some layers are recurrent, whose operations are not counted"
+            )
         keys = getattr(text, "qk_head_dim", None) or width
         values = getattr(text, "v_head_dim", None) or width
         return cls(_weights(model, text), layers * heads * (keys + values), layers * slots * keys)

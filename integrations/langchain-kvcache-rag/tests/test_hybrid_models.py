@@ -1,0 +1,57 @@
+"""Models with recurrent layers, as LangChain's users ask them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from chat_model_helpers import over
+from zoo import HYBRIDS, build, byte_tokenizer
+
+from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from langchain_kvcache_rag import ChatKVCache, KVCacheChroma, KVCacheRAG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from langchain_core.embeddings import Embeddings
+
+FACTS = ["The lighthouse keeper is called Marlow.", "The harbour was built in 1911.", "It is wet."]
+KINDS = [name for name in ("qwen3_5", "lfm2", "mamba2") if name in HYBRIDS]
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_answers_come_from_stored_chunks_in_any_order(
+    name: str, embedding: Embeddings, tmp_path: Path
+) -> None:
+    template = PromptTemplate(system="Read.\n")
+    model, tokenizer = build(name), byte_tokenizer()
+
+    def opened() -> ChatKVCache:
+        store = DiskStore(tmp_path / "kv", durable=False)
+        engine = Engine(model, tokenizer, template=template, store=store)
+        return ChatKVCache(engine=engine, max_tokens=6)
+
+    llm = opened()
+    client, collection = chromadb.PersistentClient(str(tmp_path / "db")), f"c-{uuid.uuid4().hex}"
+    settings: dict[str, Any] = {"client": client, "collection_name": collection}
+    KVCacheChroma.from_texts(FACTS, embedding, llm=llm, **settings)
+    again = opened()  # as after a restart
+    store = KVCacheChroma(embedding_function=embedding, llm=again, **settings)
+    found = store.similarity_search("who?", k=3)
+    reference = Engine(model, tokenizer, template=template, store=MemoryStore())
+    for documents in (found, found[::-1], [found[1], found[0]]):
+        answer = KVCacheRAG(llm=again).invoke({"question": "who?", "context": documents})
+        cost = answer.response_metadata["kv_cache"]
+        assert cost["hits"] == {"disk": len(documents)}
+        assert cost["references"] == len(documents)
+        texts = [one.page_content for one in documents]
+        expected = reference.generate("who?", texts, policy=Reuse(), max_new_tokens=6)
+        assert answer.text == expected.text
+    asked = over("who?", *FACTS)
+    message = again.invoke(asked)
+    assert (await again.ainvoke(asked)).text == message.text
+    assert "".join(piece.text for piece in again.stream(asked)) == message.text
+    assert [one.text for one in again.batch([asked] * 2)] == [message.text] * 2
