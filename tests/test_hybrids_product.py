@@ -92,7 +92,6 @@ def hits(engine: Engine, texts: list[str] = ORDER, **options: Any) -> dict[str, 
 # ---------------------------------------------------------------------------- stores
 STORES: dict[str, Callable[[Path], ChunkStore]] = {
     "memory": lambda folder: MemoryStore(),
-    "disk": lambda folder: DiskStore(folder / "disk", durable=False),
     "signed": lambda folder: DiskStore(folder / "disk", durable=False, signing_key=SECRET),
     "remote": lambda folder: RemoteStore(f"file://{folder}/far"),
     "tiers": lambda folder: TieredStore(
