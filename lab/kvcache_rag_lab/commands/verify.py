@@ -114,15 +114,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
-    from kvcache_rag.policies.named import policy_by_name
+    from kvcache_rag.policies.named import name_of, policy_by_name
 
     _check(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)
     with _opened(arguments) as (engine, auxiliary):
         agreement, scorer = None, ""
-        if not arguments.policies and not arguments.base_url and _is_recurrent(engine):
-            policies = [policy_by_name(name) for name in OF_RECURRENT]
+        if not arguments.policies and not arguments.base_url and engine.is_recurrent:
+            # What the engine does by itself, then the others.
+            names = [name_of(engine.policy), *OF_RECURRENT]
+            policies = [policy_by_name(name) for name in dict.fromkeys(names)]
         if auxiliary is not None:
             agreement = _agreement(engine, auxiliary, planned)
             scorer = agreement.name
@@ -133,12 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
     is_server = arguments.base_url is not None
     print("\n".join(lines(verdict, str(arguments.out), server=is_server)))
     return 0 if all(check.passed for check in verdict.checks) else FAILED
-
-
-def _is_recurrent(engine: Engine) -> bool:
-    from kvcache_rag.models.cache import layer_kinds
-
-    return not engine.refusal and any(kind.has_state for kind in layer_kinds(engine.model.config))
 
 
 def _check(arguments: argparse.Namespace) -> None:
