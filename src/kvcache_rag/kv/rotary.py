@@ -185,6 +185,17 @@ class RotaryTable:
                 target.copy_(source)
             layer.copy_(wide.mul_(self.cos).add_(partner.mul_(self.sin)))  # rounded here, once
 
+    def rotated(self, keys: Tensor) -> Tensor:
+        """A copy of keys `(..., tokens, width)`, rotated, through which gradients get."""
+        start, dim = self.rotation.start, self.rotation.dim
+        before, columns, behind = keys.float().split([start, dim, keys.shape[-1] - start - dim], -1)
+        if self.rotation.style == "half":
+            partner = columns.roll(dim // 2, -1)
+        else:
+            partner = columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        turned = columns * self.cos + partner * self.sin
+        return torch.cat([before, turned, behind], -1).to(keys.dtype)
+
     def _swaps(self, columns: Tensor, out: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """What to copy so that each column changes places with the one it is rotated with."""
         if self.rotation.style == "half":
