@@ -40,6 +40,9 @@ SHAPE_MULTIPLE = 64
 class Forward(Protocol):
     """How samples are computed."""
 
+    def ensure_possible(self) -> None:
+        """Raise `UnsupportedModelError` if the model cannot be computed so."""
+
     def batch(self, samples: Sequence[Encoded]) -> Batch:
         """Samples as one batch."""
 
@@ -60,6 +63,13 @@ class MaskedForward:
     adapter: TransformersModel
     positions: PositionScheme
     dtype: torch.dtype
+
+    def ensure_possible(self) -> None:
+        """Tokens have to stand where they are told to."""
+        self.adapter.ensure_takes_positions(
+            "it cannot be trained under the block mask, in which copies of the prefix share places "
+            "with chunks; use Reuse() without fine-tuning"
+        )
 
     def batch(self, samples: Sequence[Encoded]) -> MaskedBatch:
         """Samples side by side, padded on the left."""
@@ -119,6 +129,13 @@ class StitchedForward:
     adapter: TransformersModel
     recurrent: RecurrentLayers
     positions: PositionScheme
+
+    def ensure_possible(self) -> None:
+        """Chunks that overlap have to stand where they are told to."""
+        if self.positions == "composite":
+            self.adapter.ensure_takes_positions(
+                'chunks cannot overlap in position; use positions="reordered"'
+            )
 
     def batch(self, samples: Sequence[Encoded]) -> StitchedBatch:
         """Samples one after the other: a state goes on through padding."""

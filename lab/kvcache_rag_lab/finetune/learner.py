@@ -90,10 +90,6 @@ class Learner:
             )
         adapter = TransformersModel(model, packed_attention=False)
         adapter.measured.ensure_movable()
-        adapter.ensure_takes_positions(
-            "it cannot be trained under the block mask, in which copies of the prefix share places "
-            "with chunks; use Reuse() without fine-tuning"
-        )
         if config.attention is None:
             use_tiled_attention(model)
         learner = cls(
@@ -104,6 +100,7 @@ class Learner:
             config,
             own_dtype(config.model),
         )
+        learner.forward.ensure_possible()
         if frozen:
             model.requires_grad_(requires_grad=False)
         else:
