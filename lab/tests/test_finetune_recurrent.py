@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3
 # Of each recurrence; without rotary positions; without attention; without a kernel that is known.
 KINDS = ("qwen3_5", "bamba", "granitemoehybrid", "mamba2", "lfm2", "jamba")
+EXPERTS = ("granitemoehybrid", "jamba")  # the choice of a router jumps
 CASES = [(name, "reordered") for name in HYBRIDS] + [(name, "composite") for name in KINDS]
 
 
@@ -60,7 +61,7 @@ def test_training_logits_are_the_engines(family: str, scheme: Any) -> None:
         assert error(stitched, plain) > 10 * TOLERANCE, "the two could not be told apart"
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [name for name in (*KINDS, "mamba") if name not in EXPERTS])
 def test_gradients_are_those_of_the_stitched_loss(family: str) -> None:
     """Through the composition, too: the first chunk reaches the loss through states and keys."""
     learner = make_learner(family)
