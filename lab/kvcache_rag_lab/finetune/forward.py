@@ -29,6 +29,7 @@ from kvcache_rag_lab.finetune.packing import Batch, MaskedBatch, marked, pack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.states import RecurrentLayers
@@ -154,7 +155,7 @@ class StitchedForward:
         context = self._context(sample)
         spans = [torch.tensor(span.prompt + span.target) for span in sample.spans]
         ids = pad_sequence(spans, batch_first=True)  # (spans, longest)
-        cache = graded_cache(context, self.adapter.measured.kinds, len(spans))
+        cache = graded_cache(context.repeated(len(spans)), self.adapter.measured.kinds)
         places = torch.arange(context.capacity, context.capacity + ids.shape[1])
         logits = self.adapter.graded(ids, cache, places)
         # What stands behind the end of a span is seen by nobody.
@@ -170,49 +171,40 @@ class StitchedForward:
     def _chunks(self, chunks: Sequence[Sequence[int]], front: KVBuffer) -> list[ChunkKV]:
         """Chunks behind what stands in front of them, those of one length in one pass."""
         found: dict[int, ChunkKV] = {}
-        for length in {len(chunk) for chunk in chunks}:
+        for length in sorted({len(chunk) for chunk in chunks}):
             rows = [row for row, chunk in enumerate(chunks) if len(chunk) == length]
             ids = torch.tensor([chunks[row] for row in rows])  # (rows, length)
             found |= zip(rows, self._alike(ids, front), strict=True)
         return [found[row] for row in range(len(chunks))]
 
     def _alike(self, ids: Tensor, front: KVBuffer) -> list[ChunkKV]:
-        layout, start = self.adapter.measured.chunk_layout, front.capacity
-        cache = graded_cache(front, self.adapter.measured.kinds, len(ids))
-        before = {
-            layer: State(
-                *(None if one is None else one.expand(len(ids), *one.shape[1:]) for one in states)
-            )
-            for layer, states in front.layer_states().items()
-        }
+        """Chunks of one length, `(rows, tokens)`."""
+        measured, start = self.adapter.measured, front.capacity
+        front = front.repeated(len(ids))
+        cache = graded_cache(front, measured.kinds)
+        before = {layer: State(*held) for layer, held in front.layer_states().items()}
         with self.recurrent.watched(before) as transitions:
             self.adapter.graded(ids, cache, torch.arange(start, start + ids.shape[1]), keep=1)
-        kept = layer_tensors(cache)
-        tensors = []
-        for group in layout.groups:
+        kept, tensors = layer_tensors(cache), list[tuple[Tensor, ...]]()
+        for group in measured.chunk_layout.groups:
             pairs = [pair for layer in group.layers if (pair := kept[layer]) is not None]
-            # [layers, rows, heads, tokens, width] each
-            keys, values = (torch.stack(one)[..., start:, :] for one in zip(*pairs, strict=True))
-            tensors.append((torch.stack([keys, values], 1),) if group.is_fused else (keys, values))
-        for state in layout.states:
+            # [rows, layers, heads, tokens, width] each
+            keys, values = (torch.stack(one, 1)[..., start:, :] for one in zip(*pairs, strict=True))
+            tensors.append(_slots(group, keys, values))
+        for state in measured.states:
             held = [held_state(cache, layer) for layer in state.layers]
             parts: dict[str, list[Any]] = {
                 "window": [window for window, _ in held],
                 "state": [behind for _, behind in held],
                 "transition": [transitions.get(layer) for layer in state.layers],
             }
-            tensors.append(tuple(torch.stack(parts[name]) for name in state.parts))
-        # The rows of keys and values stand in front of (heads, tokens, width).
-        axes = [-4] * len(layout.groups) + [1] * len(layout.states)
+            tensors.append(tuple(torch.stack(parts[name], 1) for name in state.parts))
         return [
             ChunkKV(
-                layout,
+                measured.chunk_layout,
                 tokens.int(),
                 start,
-                tuple(
-                    tuple(part.select(axis, row) for part in group)
-                    for group, axis in zip(tensors, axes, strict=True)
-                ),
+                tuple(tuple(part[row] for part in group) for group in tensors),
             )
             for row, tokens in enumerate(ids)
         ]
@@ -229,9 +221,9 @@ class StitchedForward:
         tensors = []
         for index, group in enumerate(layout.groups):
             pairs = [part[index] for part in moved]
-            # [layers, 1, heads, tokens, width] each
-            keys, values = (torch.cat(one, -2)[:, None] for one in zip(*pairs, strict=True))
-            tensors.append((torch.stack([keys, values], 1),) if group.is_fused else (keys, values))
+            # [1, layers, heads, tokens, width] each
+            keys, values = (torch.cat(one, -2)[None] for one in zip(*pairs, strict=True))
+            tensors.append(tuple(one.movedim(0, -4) for one in _slots(group, keys, values)))
         return KVBuffer(layout, tuple(tensors), 1, sum(map(len, parts)), empty.states)
 
     def _moved(self, part: ChunkKV, first: int) -> list[tuple[Tensor, Tensor]]:
@@ -250,3 +242,8 @@ class StitchedForward:
             )
             for (keys, values), (of_keys, of_values) in zip(pairs, move.slots, strict=True)
         ]
+
+
+def _slots(group: GroupLayout, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Rows of K and V, `[rows, layers, heads, tokens, width]`, as a group keeps them in a chunk."""
+    return (torch.stack([keys, values], 2),) if group.is_fused else (keys, values)

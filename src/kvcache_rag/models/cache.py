@@ -471,20 +471,15 @@ def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
     )
 
 
-def graded_cache(buffer: KVBuffer, kinds: tuple[LayerKind, ...], rows: int) -> Cache:
-    """A cache of so many rows behind all that a buffer of one row holds; gradients get through.
-
-    Nothing is written to the buffer.
-    """
+def graded_cache(buffer: KVBuffer, kinds: tuple[LayerKind, ...]) -> Cache:
+    """A cache behind all that a buffer holds, without writing to it; gradients get through."""
     cache = growing_cache(kinds)
     if buffer.capacity:
         if isinstance(cache, RecurrentCache):
             cache.held = buffer.capacity
         for layer, pair in buffer.slots().items():
-            cache.layers[layer].update(*(one.expand(rows, -1, -1, -1) for one in pair))
-        for layer, states in buffer.layer_states().items():
-            every = (one if one is None else one.expand(rows, *one.shape[1:]) for one in states)
-            cache.layers[layer].remember(*every)
+            cache.layers[layer].update(*pair)
+        remember(cache, buffer.layer_states())
     return cache
 
 
