@@ -18,7 +18,14 @@ from test_finetune_learner import (
 )
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, MemoryStore, Reuse, UnsupportedModelError
+from kvcache_rag import (
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    Reuse,
+    UnsupportedModelError,
+)
 from kvcache_rag.cli import main
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss
@@ -115,6 +122,17 @@ def test_a_batch_of_several_samples_is_one_by_one(family: str) -> None:
             assert torch.equal(together[row, -alone.kept :], learner.logits(alone)[0])
             assert (batch.segments[row, : -alone.kept] == -1).all()
     assert batch.tokens == sum(learner.batch([sample]).tokens for sample in samples)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_without_a_prefix_gradients_get_through(family: str) -> None:
+    learner = make_learner(family)
+    bare = Encoded((), ((9, 8), (7, 7, 8), (9, 8)), (TargetSpan((5, 6), (7,)),))
+    torch.autograd.backward(loss_of(learner, bare))
+    assert all(one.grad is None or one.grad.isfinite().all() for one in learner.trained.values())
+    single = Encoded((5,), ((9,),), bare.spans)
+    with pytest.raises(InvalidInputError, match="document of a single token"):
+        learner.batch([single])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2"])

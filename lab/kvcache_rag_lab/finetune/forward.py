@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.cache import graded_cache, held_state, layer_tensors
@@ -139,7 +140,17 @@ class StitchedForward:
             )
 
     def batch(self, samples: Sequence[Encoded]) -> StitchedBatch:
-        """Samples one after the other: a state goes on through padding."""
+        """Samples one after the other: a state goes on through padding.
+
+        Raises:
+            InvalidInputError: If a chunk is a single token, for which models have kernels apart,
+                and these write over what gradients need.
+        """
+        if any(len(chunk) < 2 for sample in samples for chunk in sample.chunks):
+            raise InvalidInputError(
+                f"{self.adapter.config.model_type}: a document of a single token cannot be learned "
+                "by recurrent layers; leave it out, or give the template a chunk_start"
+            )
         spans = [sum(len(one.prompt) + len(one.target) for one in each.spans) for each in samples]
         labels, segments = marked(samples, max(spans))
         tokens = sum(each.context_tokens for each in samples) + sum(spans)

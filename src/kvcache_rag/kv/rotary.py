@@ -187,14 +187,14 @@ class RotaryTable:
 
     def rotated(self, keys: Tensor) -> Tensor:
         """A copy of keys `(..., tokens, width)`, rotated, through which gradients get."""
-        start, dim = self.rotation.start, self.rotation.dim
-        before, columns, behind = keys.float().split([start, dim, keys.shape[-1] - start - dim], -1)
+        start, stop = self.rotation.start, self.rotation.start + self.rotation.dim
+        columns = keys[..., start:stop].float()
         if self.rotation.style == "half":
-            partner = columns.roll(dim // 2, -1)
+            partner = columns.roll(self.rotation.dim // 2, -1)
         else:
             partner = columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        turned = columns * self.cos + partner * self.sin
-        return torch.cat([before, turned, behind], -1).to(keys.dtype)
+        turned = (columns * self.cos + partner * self.sin).to(keys.dtype)
+        return torch.cat([keys[..., :start], turned, keys[..., stop:]], -1)
 
     def _swaps(self, columns: Tensor, out: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """What to copy so that each column changes places with the one it is rotated with."""
