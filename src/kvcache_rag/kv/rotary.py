@@ -192,7 +192,7 @@ class RotaryTable:
         if self.rotation.style == "half":
             partner = columns.roll(self.rotation.dim // 2, -1)
         else:
-            partner = columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner = columns.reshape(*columns.shape[:-1], -1, 2).flip(-1).flatten(-2)
         turned = (columns * self.cos + partner * self.sin).to(keys.dtype)
         return torch.cat([keys[..., :start], turned, keys[..., stop:]], -1)
 

@@ -473,7 +473,7 @@ def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
 
 def graded_cache(buffer: KVBuffer, kinds: tuple[LayerKind, ...]) -> Cache:
     """A cache behind all that a buffer holds, without writing to it; gradients get through."""
-    cache = growing_cache(kinds)
+    cache: Any = growing_cache(kinds)
     if buffer.capacity:
         if isinstance(cache, RecurrentCache):
             cache.held = buffer.capacity
