@@ -473,12 +473,13 @@ def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
 
 def graded_cache(buffer: KVBuffer, kinds: tuple[LayerKind, ...]) -> Cache:
     """A cache behind all that a buffer holds, without writing to it; gradients get through."""
-    cache: Any = growing_cache(kinds)
+    cache = growing_cache(kinds)
+    layers: list[Any] = cache.layers
     if buffer.capacity:
         if isinstance(cache, RecurrentCache):
             cache.held = buffer.capacity
         for layer, pair in buffer.slots().items():
-            cache.layers[layer].update(*pair)
+            layers[layer].update(*pair)
         remember(cache, buffer.layer_states())
     return cache
 
