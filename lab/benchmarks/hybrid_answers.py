@@ -176,7 +176,7 @@ def spread(rng: random.Random, facts: Sequence[Fact], count: int) -> list[Fact]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word."""
+    """One token per word; what a prompt is written with beside the template is `<pad>`."""
     written = f"{TEMPLATE.system} {TEMPLATE.chunk_start} ? it see .".split()
     known = ["<pad>", "<bos>", "<eos>", *written, *ENTITIES, *VALUES, *OTHERS]
     words = Words(models.WordLevel({word: place for place, word in enumerate(known)}, "<pad>"))
