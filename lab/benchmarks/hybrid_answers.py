@@ -10,7 +10,8 @@ A document has two to four facts, `entity value .`, between other words.  Kinds 
 
 - first, last: the fact stands once, in the first or the last of four documents;
 - updated: it stands in two documents, and the later one counts;
-- across: a document ends with `see entity`, and the next one begins with `it value .`.
+- across: a document ends with `see entity`, and the next one says `it value .`: at its beginning,
+  or, with `--anywhere`, in models trained so, behind as many words as stand before other facts.
 
 `BestLast` is told which document answers, or a wrong one.  The report is written model by model.
 """
@@ -33,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.common import described, result_file, write
+from benchmarks.common import described, read, result_file, write
 from kvcache_rag import (
     BestLast,
     Engine,
@@ -138,7 +139,9 @@ class Fact:
     document: int
 
 
-def draw(rng: random.Random, documents: int) -> tuple[list[str], list[Fact]]:
+def draw(
+    rng: random.Random, documents: int, *, anywhere: bool = False
+) -> tuple[list[str], list[Fact]]:
     """Documents, and what holds behind them."""
     known: dict[str, Fact] = {}
     texts, pending = [], ""  # an entity that the next document calls "it"
@@ -147,6 +150,7 @@ def draw(rng: random.Random, documents: int) -> tuple[list[str], list[Fact]]:
         if pending:
             value = rng.choice(VALUES)
             known[pending] = Fact(pending, value, "across", document)
+            words += rng.choices(OTHERS, k=rng.randint(*GAP)) if anywhere else []
             words += ["it", value, "."]
             own.add(pending)
         for _ in range(rng.randint(2, 4) - len(own)):
@@ -205,8 +209,9 @@ def build(name: str, vocabulary: int) -> Any:
 class Lessons:
     """Whole prompts with many questions behind them."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, anywhere: bool = False) -> None:
         """Bind a tokenizer."""
+        self._anywhere = anywhere
         self._rng = random.Random(0)
         self._renderer = PromptRenderer(TEMPLATE, tokenizer)
         self._id_of = tokenizer.convert_tokens_to_ids
@@ -216,7 +221,7 @@ class Lessons:
         """Ids, and at the end of each question its answer, else -100; both `(rows, tokens)`."""
         ids, labels = [], []
         for _ in range(ROWS):
-            texts, facts = draw(self._rng, documents)
+            texts, facts = draw(self._rng, documents, anywhere=self._anywhere)
             row = [*self._renderer.prefix_ids]
             for text in texts:
                 row += self._renderer.chunk_ids(text)
@@ -232,12 +237,9 @@ class Lessons:
         return pad_sequence(ids, True), pad_sequence(labels, True, -100)
 
 
-def train(model: Any, tokenizer: Any, seconds: float) -> dict[str, Any]:
+def train(model: Any, lessons: Lessons, seconds: float) -> dict[str, Any]:
     """Train for so many seconds of the processor; what it came to."""
-    lessons, optimizer = (
-        Lessons(tokenizer),
-        torch.optim.AdamW(model.parameters(), weight_decay=0.01),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     stage, steps, tokens = 0, 0, 0
     seen: list[tuple[float, float]] = []  # loss and share of right answers of a stage
     begun = time.process_time()
@@ -287,11 +289,11 @@ class Asked:
     wrong: int  # a document that does not answer
 
 
-def questions(prompts: int) -> Iterator[Asked]:
+def questions(prompts: int, *, anywhere: bool = False) -> Iterator[Asked]:
     """One of each kind that a prompt has; the prompts are none of training's."""
     rng = random.Random(99)
     for _ in range(prompts):
-        texts, facts = draw(rng, DOCUMENTS)
+        texts, facts = draw(rng, DOCUMENTS, anywhere=anywhere)
         for kind in KINDS:
             own = [fact for fact in facts if fact.kind == kind]
             if own:
@@ -349,19 +351,18 @@ def sides(model: Any, tokenizer: Any) -> dict[str, Callable[[Asked], tuple[bool,
     }
 
 
-def counted(name: str, model: Any, tokenizer: Any, prompts: int) -> list[dict[str, Any]]:
+def counted(model: Any, tokenizer: Any, every: Sequence[Asked]) -> list[dict[str, Any]]:
     """Right answers in percent by way and kind."""
     rows = []
     for side, ask in sides(model, tokenizer).items():
         right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
         shares = []
-        for asked in questions(prompts):
+        for asked in every:
             is_right, share = ask(asked)
             right[asked.fact.kind].append(is_right)
             shares.append(share)
         rows.append(
             {
-                "model": name,
                 "policy": side,
                 **{kind: round(100 * sum(own) / len(own), 1) for kind, own in right.items()},
                 "computed": round(sum(shares) / len(shares), 2),
@@ -371,45 +372,54 @@ def counted(name: str, model: Any, tokenizer: Any, prompts: int) -> list[dict[st
     return rows
 
 
-def described_questions(tokenizer: Any, prompts: int) -> dict[str, Any]:
-    """What is asked of every model, and where."""
-    asked = list(questions(prompts))
+def of_questions(tokenizer: Any, every: Sequence[Asked]) -> dict[str, Any]:
+    """How many there are of each kind, and how long their documents are."""
     renderer = PromptRenderer(TEMPLATE, tokenizer)
-    lengths = sorted(len(renderer.chunk_ids(text)) for one in asked for text in one.texts)
+    lengths = sorted(len(renderer.chunk_ids(text)) for one in every for text in one.texts)
     return {
-        "benchmark": "hybrid_answers",
-        **described("cpu", 1),
-        **{f"questions_{kind}": sum(one.fact.kind == kind for one in asked) for kind in KINDS},
-        "documents": f"{DOCUMENTS}, of {lengths[0]} to {lengths[-1]} tokens, "
-        f"half of them up to {lengths[len(lengths) // 2]}",
+        **{kind: sum(one.fact.kind == kind for one in every) for kind in KINDS},
+        "documents": DOCUMENTS,
+        "shortest": lengths[0],
+        "middle": lengths[len(lengths) // 2],
+        "longest": lengths[-1],
     }
 
 
 def main() -> None:
-    """Train, ask and write `results/hybrid_answers.json`."""
+    """Train, ask and write `results/hybrid_answers.json`, or the models asked for there anew."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--anywhere", action="store_true", help='"it" stands behind other words')
     parser.add_argument("--seconds", type=float, default=460, help="of the processor, per model")
     parser.add_argument("--prompts", type=int, default=90)
     parser.add_argument("--work", type=Path, required=True, help="keeps what was trained")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
-    trained, answers, about = [], [], described_questions(tokenizer, parsed.prompts)
+    every = [*questions(parsed.prompts, anywhere=parsed.anywhere)]
     parsed.work.mkdir(parents=True, exist_ok=True)
     for name in parsed.models:
-        model, file = build(name, len(tokenizer)), parsed.work / f"{name}.pt"
+        said = {"model": name, "it": "anywhere" if parsed.anywhere else "first"}
+        model, file = build(name, len(tokenizer)), parsed.work / f"{name}, {said['it']}.pt"
         if file.is_file():
             kept = torch.load(file, weights_only=True)
             model.load_state_dict(kept["weights"])
             model.eval()
         else:
-            kept = {"about": train(model, tokenizer, parsed.seconds), "weights": model.state_dict()}
+            lessons = Lessons(tokenizer, anywhere=parsed.anywhere)
+            kept = {"about": train(model, lessons, parsed.seconds), "weights": model.state_dict()}
             torch.save(kept, file)
-        trained.append({"model": name, **kept["about"]})
-        print(trained[-1], flush=True)
-        answers += counted(name, model, tokenizer, parsed.prompts)
-        write(result_file("hybrid_answers"), {"about": about, "trained": trained, "rows": answers})
+        tables = {
+            "trained": [kept["about"]],
+            "questions": [of_questions(tokenizer, every)],
+            "rows": counted(model, tokenizer, every),
+        }
+        before = read(result_file("hybrid_answers"))
+        report: dict[str, Any] = {"about": {"benchmark": "hybrid_answers", **described("cpu", 1)}}
+        for table, rows in tables.items():
+            others = [row for row in before.get(table, []) if said.items() - row.items()]
+            report[table] = [*others, *({**said, **row} for row in rows)]
+        write(result_file("hybrid_answers"), report)
 
 
 if __name__ == "__main__":
