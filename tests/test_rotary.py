@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from kvcache_rag.kv import rotary
 from kvcache_rag.kv.rotary import (
     NO_ROTATION,
+    RotaryTable,
     Rotation,
     angle_table,
     forget_scratch,
@@ -284,3 +285,20 @@ def test_scratch_memory_of_all_threads_is_let_go_of() -> None:
     thread.join()
     assert torch.equal(rotate_(keys.clone(), NO_ROTATION, *angles), keys)
     assert any(rotate_(keys.clone(), ROTATIONS[1], *angles).ne(keys).flatten())
+
+
+@pytest.mark.parametrize("rotation", TURNING, ids=str)
+def test_gradients_get_through_a_rotation(rotation: Rotation) -> None:
+    keys = torch.randn(2, 3, 5, WIDTH)
+    old, new = torch.arange(5), torch.arange(5) + 70
+    inv_freq = frequencies(rotation)
+    table = RotaryTable.of(rotation, *angle_table(inv_freq, old, new))
+    before = keys.clone().requires_grad_()
+    behind = table.rotated(before)
+    assert torch.allclose(behind, rotate(keys, rotation, inv_freq, old, new), atol=1e-6)
+    weights = torch.randn(behind.shape)
+    torch.autograd.backward((behind * weights).sum())
+    # A rotation's gradient is the rotation back.
+    assert before.grad is not None
+    back = rotate(weights, rotation, inv_freq, new, old)
+    assert torch.allclose(before.grad, back, atol=1e-5)

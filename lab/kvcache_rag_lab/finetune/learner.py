@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import tempfile
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,15 @@ from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from kvcache_rag_lab.finetune.attention import use_tiled_attention
-from kvcache_rag_lab.finetune.packing import IGNORED, Batch, pack
+from kvcache_rag_lab.finetune.forward import Forward, MaskedForward, StitchedForward
+from kvcache_rag_lab.finetune.packing import IGNORED, Batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from kvcache_rag_lab.finetune.config import FinetuneConfig
     from kvcache_rag_lab.finetune.sources import Encoded
-
-SHAPE_MULTIPLE = 64
 
 
 @dataclass(eq=False)
@@ -90,10 +90,6 @@ class Learner:
             )
         adapter = TransformersModel(model, packed_attention=False)
         adapter.measured.ensure_movable()
-        adapter.ensure_takes_positions(
-            "it cannot be trained under the block mask, in which copies of the prefix share places "
-            "with chunks; use Reuse() without fine-tuning"
-        )
         if config.attention is None:
             use_tiled_attention(model)
         learner = cls(
@@ -104,6 +100,7 @@ class Learner:
             config,
             own_dtype(config.model),
         )
+        learner.forward.ensure_possible()
         if frozen:
             model.requires_grad_(requires_grad=False)
         else:
@@ -129,6 +126,10 @@ class Learner:
         else:
             model.requires_grad_(requires_grad=True)
         if config.gradient_checkpointing:
+            self.adapter.ensure_attends_only(
+                "and what it keeps gets lost where activations are computed twice; leave out "
+                "gradient_checkpointing"
+            )
             # The second is the first's name in older versions of transformers.
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -144,45 +145,31 @@ class Learner:
         """Dtype of activations."""
         return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
 
+    @cached_property
+    def forward(self) -> Forward:
+        """How it is computed."""
+        adapter, positions = self.adapter, self.config.positions
+        if adapter.recurrent is not None:
+            return StitchedForward(adapter, adapter.recurrent, positions)
+        return MaskedForward(adapter, positions, self.compute_dtype)
+
     def batch(self, samples: Sequence[Encoded]) -> Batch:
         """Samples as one batch under the positions of this run."""
-        # Each new shape costs a kernel in low precision, time and memory that are not given back.
-        multiple = SHAPE_MULTIPLE if self.config.precision == "bf16" else 1
-        return pack(samples, self.config.positions, self.adapter.mask_argument, multiple)
+        return self.forward.batch(samples)
 
     def logits(self, batch: Batch) -> Tensor:
-        """One forward pass of the stock model, with gradients if they are on.
+        """The forward of a batch, with gradients if they are on.
 
         Returns:
             `(rows, kept, vocabulary)` float32.
         """
-        logits: Tensor = self.run(batch).logits[:, -batch.kept :]
-        return logits.float()
+        with self.rounding():
+            return self.forward.logits(batch).float()
 
-    def run(self, batch: Batch) -> Any:
-        """The stock model's own output; its logits are of the last `kept` tokens at least."""
-        adapter = self.adapter
-        arguments: dict[str, Any] = {}
-        if "logits_to_keep" in inspect.signature(adapter.model.forward).parameters:
-            arguments["logits_to_keep"] = batch.kept
-        mask: Any = batch.mask
-        if isinstance(mask, dict):
-            mask = {name: self._rounded(tensor) for name, tensor in mask.items()}
-        else:
-            mask = self._rounded(mask)
+    def rounding(self) -> AbstractContextManager[Any]:
+        """What activations are computed in."""
         low = self.compute_dtype != torch.float32
-        with torch.autocast(adapter.device.type, self.compute_dtype, enabled=low):
-            return adapter.model(
-                input_ids=batch.ids.to(adapter.device),
-                attention_mask=mask,
-                position_ids=batch.positions.to(adapter.device),
-                use_cache=False,
-                **arguments,
-            )
-
-    def _rounded(self, mask: Tensor) -> Tensor:
-        dtype = self.compute_dtype
-        return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+        return torch.autocast(self.adapter.device.type, self.compute_dtype, enabled=low)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -148,21 +148,15 @@ def _is_turn(number: int, share: float) -> bool:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, padded on the left so that all ends meet.
+    """What some samples teach; where it stands differs.
 
     Attributes:
-        ids: `(rows, tokens)` int64.
-        positions: `(rows, tokens)` int64 rotary positions.
-        mask: Additive float mask `(rows, 1, tokens, tokens)`, or one per layer type.
         labels: `(rows, kept)` int64: what each of the last `kept` tokens has to predict, else
             `IGNORED`.
         segments: `(rows, kept)` int64: which span a label belongs to, -1 where there is none.
         tokens: Tokens that are not padding.
     """
 
-    ids: Tensor
-    positions: Tensor
-    mask: MaskArgument
     labels: Tensor
     segments: Tensor
     tokens: int
@@ -173,19 +167,29 @@ class Batch:
         return self.labels.shape[1]
 
 
+@dataclass(frozen=True)
+class MaskedBatch(Batch):
+    """Samples side by side, padded on the left so that all ends meet.
+
+    Attributes:
+        ids: `(rows, tokens)` int64.
+        positions: `(rows, tokens)` int64 rotary positions.
+        mask: Additive float mask `(rows, 1, tokens, tokens)`, or one per layer type.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    mask: MaskArgument
+
+
 def lay_out(sample: Encoded, scheme: PositionScheme) -> MaskedSequence:
     """One row: the block mask of the context, with the spans packed behind it.
 
     Args:
         sample: Ids; without chunks it is an ordinary causal text.
         scheme: Where the chunks stand.
-
-    Raises:
-        InvalidInputError: If there is nothing in front of the first target.
     """
     spans = [span.prompt + span.target for span in sample.spans]
-    if any(not span.prompt for span in sample.spans):
-        raise InvalidInputError("a question needs at least one token in front of its answer")
     packed = [token for span in spans for token in span]
     row = block_mask(sample.prefix, sample.chunks, packed, scheme)
     if len(spans) < 2:
@@ -205,7 +209,7 @@ def pack(
     scheme: PositionScheme,
     mask_argument: Callable[[Tensor, Tensor], MaskArgument],
     multiple: int = 1,
-) -> Batch:
+) -> MaskedBatch:
     """Samples as one batch.
 
     Args:
@@ -219,14 +223,11 @@ def pack(
     kept = min(longest, -(-max(row.query_tokens for row in rows) // multiple) * multiple)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     positions = torch.zeros_like(ids)
-    labels = torch.full((len(rows), kept), IGNORED)
-    segments = torch.full((len(rows), kept), -1)
     masks = []
-    for number, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+    for number, row in enumerate(rows):
         padding = longest - len(row.ids)
         ids[number, padding:] = row.ids
         positions[number, padding:] = row.positions
-        _mark(sample, labels[number], segments[number], kept - row.query_tokens)
         # Padding sees itself, because a row that sees nothing has no softmax.
         allowed = torch.eye(longest, dtype=torch.bool)
         allowed[padding:, padding:] = row.allowed
@@ -234,17 +235,30 @@ def pack(
         indices[padding:] = row.indices
         masks.append(mask_argument(allowed, indices))
     tokens = sum(len(row.ids) for row in rows)
-    return Batch(ids, positions, _joined(masks), labels, segments, tokens)
+    return MaskedBatch(*marked(samples, kept), tokens, ids, positions, _joined(masks))
 
 
-def _mark(sample: Encoded, labels: Tensor, segments: Tensor, start: int) -> None:
-    """Write the targets of a row; a token predicts the one behind it."""
-    for index, span in enumerate(sample.spans):
-        first = start + len(span.prompt) - 1
-        stop = first + len(span.target)
-        labels[first:stop] = torch.tensor(span.target)
-        segments[first:stop] = index
-        start += len(span.prompt) + len(span.target)
+def marked(samples: Sequence[Encoded], kept: int) -> tuple[Tensor, Tensor]:
+    """Labels and segments of a batch whose rows end together; a token predicts the one behind it.
+
+    Raises:
+        InvalidInputError: If there is nothing in front of a target.
+    """
+    labels = torch.full((len(samples), kept), IGNORED)
+    segments = torch.full_like(labels, -1)
+    for row, sample in enumerate(samples):
+        start = kept - sum(len(span.prompt) + len(span.target) for span in sample.spans)
+        for index, span in enumerate(sample.spans):
+            if not span.prompt:
+                raise InvalidInputError(
+                    "a question needs at least one token in front of its answer"
+                )
+            first = start + len(span.prompt) - 1
+            stop = first + len(span.target)
+            labels[row, first:stop] = torch.tensor(span.target)
+            segments[row, first:stop] = index
+            start = stop + 1
+    return labels, segments
 
 
 def _joined(masks: list[MaskArgument]) -> MaskArgument:

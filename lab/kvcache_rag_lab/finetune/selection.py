@@ -21,12 +21,13 @@ from kvcache_rag.kv.mask import chunk_columns
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prompt.alignment import shared_out
 from kvcache_rag.prompt.offsets import chunk_offsets
+from kvcache_rag_lab.finetune.forward import MaskedForward
 from kvcache_rag_lab.finetune.report import Measure, batched
 from kvcache_rag_lab.finetune.sources import Encoded, Encoder, QASample, TargetSpan
 
 if TYPE_CHECKING:
     from kvcache_rag_lab.finetune.learner import Learner
-    from kvcache_rag_lab.finetune.packing import Batch
+    from kvcache_rag_lab.finetune.packing import MaskedBatch
     from kvcache_rag_lab.finetune.sources import PlainSample
 
 Characters = Sequence[Tensor]
@@ -47,8 +48,11 @@ class AttentionView:
         attention = QueryAttention(learner.adapter)
         self._modules = attention.attentions
         self.learner = replace(learner, adapter=attention.model)
+        self._forward = MaskedForward(
+            attention.model, learner.config.positions, learner.compute_dtype
+        )
 
-    def weights(self, batch: Batch) -> Tensor:
+    def weights(self, batch: MaskedBatch) -> Tensor:
         """Attention weights of one forward pass, mean of the heads.
 
         Returns:
@@ -67,7 +71,8 @@ class AttentionView:
 
         hooks = [module.register_forward_hook(keep) for module in self._modules]
         try:
-            self.learner.run(batch)
+            with self.learner.rounding():
+                self._forward.run(batch)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -79,7 +84,7 @@ class AttentionView:
 
     def question_weights(self, samples: Sequence[Encoded]) -> list[list[Tensor]]:
         """Per sample and question `(chunk_tokens,)`: attention to them, mean of its tokens."""
-        batch = self.learner.batch(samples)
+        batch = self._forward.batch(samples)
         weights = self.weights(batch)
         total = batch.ids.shape[1]
         means = []

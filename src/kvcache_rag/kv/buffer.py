@@ -80,6 +80,18 @@ class KVBuffer:
         states = self._states(slice(row, row + 1))
         return KVBuffer(self.layout, tensors, 1, self.capacity - start, states)
 
+    def repeated(self, rows: int) -> KVBuffer:
+        """Its one row so many times, as views that nobody may write to."""
+        tensors = tuple(
+            tuple(part.expand(*part.shape[:-4], rows, *part.shape[-3:]) for part in group)
+            for group in self.tensors
+        )
+        states = tuple(
+            {name: one.expand(one.shape[0], rows, *one.shape[2:]) for name, one in group.items()}
+            for group in self.states
+        )
+        return replace(self, tensors=tensors, rows=rows, states=states)
+
     def _states(self, rows: slice) -> tuple[dict[str, Tensor], ...]:
         return tuple(
             {name: tensor[:, rows] for name, tensor in group.items()} for group in self.states

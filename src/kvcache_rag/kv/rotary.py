@@ -185,6 +185,17 @@ class RotaryTable:
                 target.copy_(source)
             layer.copy_(wide.mul_(self.cos).add_(partner.mul_(self.sin)))  # rounded here, once
 
+    def rotated(self, keys: Tensor) -> Tensor:
+        """A copy of keys `(..., tokens, width)`, rotated, through which gradients get."""
+        start, stop = self.rotation.start, self.rotation.start + self.rotation.dim
+        columns = keys[..., start:stop].float()
+        if self.rotation.style == "half":
+            partner = columns.roll(self.rotation.dim // 2, -1)
+        else:
+            partner = columns.reshape(*columns.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        turned = (columns * self.cos + partner * self.sin).to(keys.dtype)
+        return torch.cat([keys[..., :start], turned, keys[..., stop:]], -1)
+
     def _swaps(self, columns: Tensor, out: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """What to copy so that each column changes places with the one it is rotated with."""
         if self.rotation.style == "half":

@@ -291,8 +291,9 @@ class StateLayer(_RecurrentLayer):  # type: ignore[misc]  # not in every transfo
 
         Copies, as transformers writes in place; with neither it begins at nothing.
         """
+        is_graded = torch.is_grad_enabled()
         # Outside inference mode, so that they can be written in and out of it.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(is_graded):
             window, state = (None if one is None else one.clone() for one in (window, state))
         self.has_previous_state[0] = window is not None or state is not None
         for one in (state, window):
@@ -307,15 +308,20 @@ class StateLayer(_RecurrentLayer):  # type: ignore[misc]  # not in every transfo
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it, and say so."""
-        if self.touched is not None:
-            self.touched()
+        self._touch(self.conv_states)
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it, and say so."""
+        self._touch(self.recurrent_states)
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _touch(self, states: dict[int, Tensor | None]) -> None:
         if self.touched is not None:
             self.touched()
-        return super().update_recurrent_state(*args, **kwargs)
+        held = states[0]
+        if held is not None and torch.is_grad_enabled():
+            states[0] = held.clone()  # transformers writes in place what gradients need as it was
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, for beams."""
@@ -503,6 +509,19 @@ def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
     return cache_of(
         [layer_of(kind, DynamicLayer) if kind.has_kv else bare_layer(kind) for kind in kinds]
     )
+
+
+def graded_cache(buffer: KVBuffer, kinds: tuple[LayerKind, ...]) -> Cache:
+    """A cache behind all that a buffer holds, without writing to it; gradients get through."""
+    cache = growing_cache(kinds)
+    layers: list[Any] = cache.layers
+    if buffer.capacity:
+        if isinstance(cache, RecurrentCache):
+            cache.held = buffer.capacity
+        for layer, pair in buffer.slots().items():
+            layers[layer].update(*pair)
+        remember(cache, buffer.layer_states())
+    return cache
 
 
 def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:

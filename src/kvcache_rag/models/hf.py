@@ -373,6 +373,19 @@ class TransformersModel:
         if isinstance(mask, PlacedMask):
             with mask.given(self.model, ids.shape[0]) as counted:
                 return self.forward(ids, cache, positions, mask=counted, keep=keep)
+        with torch.inference_mode():
+            return self.graded(ids, cache, positions, mask=mask, keep=keep)
+
+    def graded(
+        self,
+        ids: Tensor,
+        cache: Any,
+        positions: Tensor,
+        *,
+        mask: Tensor | dict[str, Tensor] | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """The same with gradients where they are on, in whatever mode the model is."""
         arguments: dict[str, Any] = {self._cache_name: self.taken(cache)}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
@@ -381,8 +394,7 @@ class TransformersModel:
             arguments["logits_to_keep"] = keep
         # Of one token, and of a pass that begins, nothing has to be carried on.
         is_carried = self.recurrent is not None and cache is not None and ids.shape[1] > 1
-        carried = self.recurrent.carried() if is_carried and self.recurrent else nullcontext()
-        with torch.inference_mode(), carried:
+        with self.recurrent.carried() if is_carried and self.recurrent else nullcontext():
             output = self.model(
                 input_ids=ids.to(self.device),
                 attention_mask=mask,

@@ -119,8 +119,8 @@ def _behind(
     if now is None or through is None:
         return final
     wide = torch.promote_types(now.dtype, torch.float32)
-    difference = now.to(wide)
-    if beginning is not None:
-        difference = difference - beginning.to(now.device, wide)
+    # A tensor of its own: what is now is written over, and gradients need it as it was.
+    begun = 0 if beginning is None else beginning.to(now.device, wide)
+    difference = now.to(wide) - begun
     carried = applied(layout.form, through.to(now.device), difference)
     return final.to(now.device, wide) + carried

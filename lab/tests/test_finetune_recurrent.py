@@ -1,0 +1,225 @@
+"""Models with recurrent layers learn from stitched chunks: forward, gradients, whole runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from test_finetune_learner import (
+    SAMPLE,
+    TEMPLATE,
+    TEXTS,
+    encoder,
+    error,
+    make_learner,
+    query_logits,
+)
+from zoo import HYBRIDS, build, byte_tokenizer
+
+from kvcache_rag import (
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    Reuse,
+    UnsupportedModelError,
+)
+from kvcache_rag.cli import main
+from kvcache_rag.prompt.template import FILE_NAME
+from kvcache_rag_lab.finetune.learner import Learner, answer_loss
+from kvcache_rag_lab.finetune.sources import Encoded, QAPair, QASample, TargetSpan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOLERANCE = 1e-3
+# Of each recurrence; without rotary positions; without attention; without a kernel that is known.
+KINDS = ("qwen3_5", "bamba", "granitemoehybrid", "mamba2", "lfm2", "jamba")
+EXPERTS = ("granitemoehybrid", "jamba")  # the choice of a router jumps
+CASES = [(name, "reordered") for name in HYBRIDS] + [(name, "composite") for name in KINDS]
+
+
+def loss_of(learner: Learner, sample: Encoded) -> torch.Tensor:
+    batch = learner.batch([sample])
+    return answer_loss(learner.logits(batch), batch)
+
+
+@pytest.mark.parametrize(("family", "scheme"), CASES)
+def test_training_logits_are_the_engines(family: str, scheme: Any) -> None:
+    engine = Engine(build(family), byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
+    learner = make_learner(family, scheme)
+    if scheme == "composite" and learner.adapter.measured.by_place:
+        with pytest.raises(UnsupportedModelError, match="cannot overlap"):
+            learner.forward.ensure_possible()
+        return
+    learner.forward.ensure_possible()
+    learner.adapter.model.train()
+    sample = encoder(learner).qa(SAMPLE)
+    logits = learner.logits(learner.batch([sample]))
+    assert logits.requires_grad
+    full = learner.logits(learner.batch([sample.joined]))
+    for index, asked in enumerate(SAMPLE.questions):
+        stitched = engine.logits(asked.question, TEXTS, policy=Reuse(positions=scheme))
+        assert error(query_logits(logits.detach(), sample, index), stitched) < TOLERANCE
+        plain = engine.logits(asked.question, TEXTS, policy=FullRecompute())
+        assert error(query_logits(full.detach(), sample, index), plain) < TOLERANCE
+        assert error(stitched, plain) > 10 * TOLERANCE, "the two could not be told apart"
+
+
+@pytest.mark.parametrize("family", [name for name in (*KINDS, "mamba") if name not in EXPERTS])
+def test_gradients_are_those_of_the_stitched_loss(family: str) -> None:
+    """Through the composition, too: the first chunk reaches the loss through states and keys."""
+    learner = make_learner(family)
+    sample = encoder(learner).qa(SAMPLE)
+    torch.autograd.backward(loss_of(learner, sample))
+    silent = [n for n, one in learner.trained.items() if one.grad is None or not one.grad.any()]
+    assert silent == []
+    inner = [n for n in learner.trained if n.rsplit(".", 1)[-1] in ("A_log", "dt_bias")]
+    inner += [n for n in learner.trained if "conv" in n and n.endswith("weight")]
+    with torch.no_grad():
+        for name in inner:
+            parameter, step = learner.trained[name], 5e-4
+            assert parameter.grad is not None
+            # Along the gradient the loss grows by its length.
+            length = float(parameter.grad.norm())
+            towards = parameter.grad * (step * float(parameter.norm()) / length)
+            ends = []
+            for sign in (1, -2):
+                parameter.add_(towards, alpha=sign)
+                ends.append(float(loss_of(learner, sample)))
+            parameter.add_(towards)
+            slope = (ends[0] - ends[1]) / (2 * float(towards.norm()))
+            assert slope == pytest.approx(length, rel=0.03, abs=3e-3), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2"])
+def test_a_token_of_the_first_chunk_alone_has_a_gradient(family: str) -> None:
+    learner = make_learner(family)
+    sample = encoder(learner).qa(QASample(TEXTS, SAMPLE.questions[:1]))
+    embedding = learner.adapter.model.get_input_embeddings().weight
+    only = Encoded(sample.prefix, ((7, *sample.chunks[0]), *sample.chunks[1:]), sample.spans)
+    torch.autograd.backward(loss_of(learner, only))
+    assert embedding.grad is not None
+    assert embedding.grad[7].any()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_batch_of_several_samples_is_one_by_one(family: str) -> None:
+    learner = make_learner(family)
+    encode = encoder(learner)
+    bare = Encoded((), ((9, 8, 7), (7, 7, 8, 9)), (TargetSpan((5, 6), (7,)),))
+    text = Encoded((), (), (TargetSpan((5,), (6, 7, 8)),))
+    samples = [encode.qa(SAMPLE), encode.qa(QASample(TEXTS[:1], (QAPair("Why?", "so"),)))]
+    samples += [bare, text]
+    with learner.measuring():
+        batch = learner.batch(samples)
+        together = learner.logits(batch)
+        for row, sample in enumerate(samples):
+            alone = learner.batch([sample])
+            assert torch.equal(batch.labels[row, -alone.kept :], alone.labels[0])
+            assert torch.equal(together[row, -alone.kept :], learner.logits(alone)[0])
+            assert (batch.segments[row, : -alone.kept] == -1).all()
+    assert batch.tokens == sum(learner.batch([sample]).tokens for sample in samples)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_without_a_prefix_gradients_get_through(family: str) -> None:
+    learner = make_learner(family)
+    bare = Encoded((), ((9, 8), (7, 7, 8), (9, 8)), (TargetSpan((5, 6), (7,)),))
+    torch.autograd.backward(loss_of(learner, bare))
+    assert all(one.grad is None or one.grad.isfinite().all() for one in learner.trained.values())
+    single = Encoded((5,), ((9,),), bare.spans)
+    with pytest.raises(InvalidInputError, match="document of a single token"):
+        learner.batch([single])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2"])
+def test_the_loss_on_stitched_chunks_falls(family: str) -> None:
+    learner = make_learner(family)
+    sample = encoder(learner).qa(SAMPLE)
+    span = sample.spans[0]
+
+    def stitched_loss() -> float:
+        engine = Engine(
+            learner.adapter.model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore()
+        )
+        logits = engine.logits(
+            SAMPLE.questions[0].question, TEXTS, policy=Reuse(), answer_ids=span.target[:-1]
+        )
+        behind = logits[len(span.prompt) - 1 :]
+        return float(torch.nn.functional.cross_entropy(behind, torch.tensor(span.target)))
+
+    before = stitched_loss()
+    optimizer = torch.optim.AdamW(learner.trained.values(), lr=2e-3)
+    learner.adapter.model.train()
+    for _ in range(30):
+        torch.autograd.backward(loss_of(learner, sample))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert stitched_loss() < before / 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_bfloat16_computes_close_to_float32(family: str) -> None:
+    exact, rounded = make_learner(family), make_learner(family, precision="bf16")
+    sample = encoder(exact).qa(SAMPLE)
+    reference = exact.logits(exact.batch([sample])).detach()
+    found = rounded.logits(rounded.batch([sample]))
+    torch.autograd.backward(found.mean())
+    assert 1e-4 < error(found.detach(), reference) < 0.5
+
+
+# ------------------------------------------------------------------------------------- whole runs
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk."""
+    folder = tmp_path_factory.mktemp("small")
+    build("granitemoehybrid").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    template = {"system": "Read.\n", "chunk_start": "<d>", "chunk_end": "</d>"}
+    (folder / FILE_NAME).write_text(json.dumps(template))
+    return folder
+
+
+def command(small: Path, out: Path, *more: str) -> list[str]:
+    words = ["finetune", str(small), "--out", str(out), "--task", "reader", "--kinds", "single"]
+    words += ["--documents", "2", "--facts", "2", "--questions", "2", "--batch-tokens", "700"]
+    words += ["--steps", "4", "--holdout", "2", "--rate", "1e-3", "--device", "cpu", "--quiet"]
+    return [*words, *more]
+
+
+@pytest.mark.parametrize("more", [(), ("--lora", "4", "--block-share", "0.5")], ids=str)
+def test_the_command_trains_a_model(small: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    out = tmp_path / "model"
+    assert main(command(small, out, *more)) == 0
+    report = json.loads((out / "report.json").read_text())
+    before, after = report["measures"]["block"]["loss"]
+    assert after < before
+    engine = Engine.from_pretrained(out, device="cpu")
+    assert engine.policy == Reuse(), "it was not told that it was trained for blocks"
+    assert engine.generate("x?", ["a b", "c d"], max_new_tokens=1).metrics.reused_tokens == 0
+    assert engine.generate("x?", ["a b", "c d"], max_new_tokens=1).metrics.reused_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--gradient-checkpointing",), "gradient_checkpointing"),
+        (("--positions", "composite"), "reordered"),
+        (("--objective", "selection"), "recurrent"),
+    ],
+    ids=str,
+)
+def test_what_recurrent_layers_do_not_take_is_refused_by_name(
+    small: Path,
+    tmp_path: Path,
+    more: tuple[str, ...],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(command(small, tmp_path / "model", *more)) == 2
+    said = capsys.readouterr().err
+    assert "granitemoehybrid: " in said
+    assert named in said
