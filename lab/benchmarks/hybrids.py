@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from benchmarks.common import described, in_turns, result_file, write
 from benchmarks.shapes import build_tokenizer, words
 from benchmarks.stock import timed_generate
-from kvcache_rag import BestLast, DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.states import compose
@@ -225,13 +226,19 @@ def first_tokens(
     texts = [words(size, 100 + index) for index in range(context // size)]
     question = words(QUERY - 2, 7)
     tokenizer = build_tokenizer()
-    engines = {
-        "disk": Engine(model, tokenizer, template=template, store=DiskStore(folder, durable=False)),
-        "memory": Engine(model, tokenizer, template=template, store=MemoryStore(16 << 30)),
-    }
-    for engine in engines.values():
-        engine.add(texts)
-    ids = engines["disk"].tokenize(question, texts)
+    engines: dict[str, tuple[Engine, ReusePolicy]] = {}
+    kept, memory = DiskStore(folder, durable=False), MemoryStore(16 << 30)
+    # Reused as they are, chunks are in one piece; by default they are cut.
+    for asked, cut in ((Reuse(), LegoLink(0)), (LegoLink(), LegoLink())):
+        made = {
+            where: Engine(model, tokenizer, template=template, store=store, policy=cut)
+            for where, store in (("disk", kept), ("memory", memory))
+        }
+        layout = made["disk"]._adapter.measured.chunk_layout
+        for key in made["disk"].add(texts):
+            memory.put(key, kept.get(key, layout).chunk)
+        engines |= {f"{asked!r} from {where}": (one, asked) for where, one in made.items()}
+    ids = next(iter(engines.values()))[0].tokenize(question, texts)
     prompt = torch.tensor([ids.all])
 
     def ours(engine: Engine, policy: ReusePolicy) -> float:
@@ -239,13 +246,10 @@ def first_tokens(
         return answer.metrics.ttft
 
     sides: dict[str, Any] = {"stock": lambda: timed_generate(model, prompt, 1).ttft}
-    for where, engine in engines.items():
-        for policy in (Reuse(), BestLast()):
-            name = f"{type(policy).__name__} from {where}"
-            sides[name] = lambda engine=engine, policy=policy: ours(engine, policy)
+    for name, (engine, policy) in engines.items():
+        sides[name] = lambda engine=engine, policy=policy: ours(engine, policy)
     peaks = {name: round(peak_of_call(side) / 2**20, 1) for name, side in sides.items()}
-    few = ("stock", *(name for name in sides if name.startswith("BestLast")))
-    found = in_turns(sides, rounds, few=few, few_rounds=2)
+    found = in_turns(sides, rounds, few=("stock",), few_rounds=2)
     slow = statistics.median(found["stock"])
     return [
         {
@@ -282,13 +286,12 @@ def main() -> None:
         ids = torch.randint(3, 8192, (TOKENS,)).tolist()
         composed.append({"model": name, **composing(model, ids)})
         print(composed[-1], flush=True)
-        for context in parsed.contexts:
-            for size in parsed.sizes:
-                with tempfile.TemporaryDirectory() as folder:
-                    rows = first_tokens(model, Path(folder), context, size, parsed.rounds)
-                for row in rows:
-                    times.append({"model": name, **row})
-                    print(times[-1], flush=True)
+        for context, size in product(parsed.contexts, parsed.sizes):
+            with tempfile.TemporaryDirectory() as folder:
+                rows = first_tokens(model, Path(folder), context, size, parsed.rounds)
+            for row in rows:
+                times.append({"model": name, **row})
+                print(times[-1], flush=True)
     about = {"benchmark": "hybrids", **described("cpu", parsed.threads), "dtype": parsed.dtype}
     report = {"about": about, "bytes": bytes_rows, "composing": composed, "first_token": times}
     write(result_file("hybrids"), report)

@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hybrid_reader import FOLDER, IS_READ
+from hybrid_reader import asked as read
 from serve_fakes import chat, client, data_of, settings
 from zoo import HYBRIDS, build, byte_tokenizer
 
@@ -57,5 +59,22 @@ async def test_answers_come_from_stored_chunks_in_any_order(name: str, tmp_path:
             assert done == "[DONE]"
             said = [one["choices"][0]["delta"].get("content") or "" for one in pieces]
             assert "".join(said) == expected[1].text
+        finally:
+            await backend.close()
+
+
+@pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+async def test_a_trained_one_answers_right_in_any_order_after_a_restart(tmp_path: Path) -> None:
+    for restart in range(2):
+        store = DiskStore(tmp_path, durable=False)
+        backend = LocalBackend(Engine.from_pretrained(FOLDER, store=store), name="reader")
+        try:
+            async with client(build_app(backend, settings())) as http:
+                for documents, entity, value in read():
+                    body = chat(entity, documents=documents, max_tokens=1)
+                    told = (await http.post("/v1/chat/completions", json=body)).json()
+                    assert told["choices"][0]["message"]["content"].strip() == value
+                    if restart:
+                        assert told["kvcache"]["hits"] == {"disk": len(documents)}
         finally:
             await backend.close()

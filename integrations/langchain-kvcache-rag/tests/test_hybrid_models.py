@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import pytest
 from chat_model_helpers import over
+from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
@@ -55,3 +56,29 @@ async def test_answers_come_from_stored_chunks_in_any_order(
     assert (await again.ainvoke(asked)).text == message.text
     assert "".join(piece.text for piece in again.stream(asked)) == message.text
     assert [one.text for one in again.batch([asked] * 2)] == [message.text] * 2
+
+
+@pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+def test_a_trained_one_answers_right_in_any_order_after_a_restart(
+    embedding: Embeddings, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "client": chromadb.PersistentClient(str(tmp_path / "db")),
+        "collection_name": "facts",
+    }
+
+    def opened() -> ChatKVCache:
+        store = DiskStore(tmp_path / "kv", durable=False)
+        return ChatKVCache(engine=Engine.from_pretrained(FOLDER, store=store), max_tokens=1)
+
+    KVCacheChroma.from_texts([*DOCUMENTS], embedding, llm=opened(), **settings)
+    llm = opened()
+    found = KVCacheChroma(embedding_function=embedding, llm=llm, **settings).similarity_search(
+        "which?", k=len(DOCUMENTS)
+    )
+    by_text = {one.page_content: one for one in found}
+    for documents, entity, value in asked():
+        context = [by_text[text] for text in documents]
+        answer = KVCacheRAG(llm=llm).invoke({"question": entity, "context": context})
+        assert answer.text.strip() == value
+        assert answer.response_metadata["kv_cache"]["hits"] == {"disk": len(documents)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import chromadb
 import pytest
+from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 from llama_index.core import Document, StorageContext, VectorStoreIndex
-from llama_index.core.schema import MetadataMode
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
@@ -60,3 +62,38 @@ async def test_answers_come_from_stored_chunks_in_any_order(
         assert str(await query_engine.aquery(question)) == expected.text
         streaming = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=3, streaming=True)
         assert str(streaming.query(question)) == expected.text
+
+
+@pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+def test_a_trained_one_answers_right_in_any_order_after_a_restart(
+    embedding: HashEmbedding, tmp_path: Path
+) -> None:
+    client = chromadb.PersistentClient(str(tmp_path / "db"))
+
+    def opened() -> tuple[KVCacheLLM, KVCacheVectorStore]:
+        store = DiskStore(tmp_path / "kv", durable=False)
+        llm = KVCacheLLM(engine=Engine.from_pretrained(FOLDER, store=store), max_new_tokens=1)
+        return llm, KVCacheVectorStore.from_params("facts", client=client, llm=llm)
+
+    VectorStoreIndex.from_documents(
+        [Document(text=text) for text in DOCUMENTS],
+        storage_context=StorageContext.from_defaults(vector_store=opened()[1]),
+        embed_model=embedding,
+    )
+    llm, store = opened()
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+    found = index.as_retriever(similarity_top_k=len(DOCUMENTS)).retrieve("which?")
+    by_text = {one.node.get_content(): one for one in found}
+
+    class Given(BaseRetriever):
+        nodes: ClassVar[list[NodeWithScore]] = []
+
+        def _retrieve(self, _: QueryBundle) -> list[NodeWithScore]:
+            return self.nodes
+
+    query_engine = KVCacheQueryEngine.from_args(Given(), llm=llm)
+    for documents, entity, value in asked():
+        Given.nodes = [by_text[text] for text in documents]
+        response = query_engine.query(entity)
+        assert str(response).strip() == value
+        assert (response.metadata or {})["kv_cache"]["hits"] == {"disk": len(documents)}

@@ -1,0 +1,36 @@
+"""A trained model with recurrent layers answers from stored chunks as by full prefill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
+
+from kvcache_rag import DiskStore, Engine, FullRecompute, LegoLink, Reuse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+
+
+@pytest.mark.parametrize("policy", [None, Reuse()], ids=repr)
+def test_it_answers_in_any_order_after_a_restart(policy: Reuse | None, tmp_path: Path) -> None:
+    Engine.from_pretrained(FOLDER, store=DiskStore(tmp_path, durable=False)).add(DOCUMENTS)
+    engine = Engine.from_pretrained(FOLDER, store=DiskStore(tmp_path, durable=False))
+    assert engine.policy == LegoLink()
+    for documents, entity, value in asked():
+        full = engine.generate(entity, documents, policy=FullRecompute(), max_new_tokens=1)
+        answer = engine.generate(entity, documents, policy=policy, max_new_tokens=1)
+        assert answer.text.strip() == full.text.strip() == value
+        assert answer.metrics.hits == {"disk": len(documents)}
+
+
+def test_without_its_documents_it_does_not_know() -> None:
+    engine = Engine.from_pretrained(FOLDER)
+    right = [
+        engine.generate(entity, max_new_tokens=1).text.strip() == value
+        for _, entity, value in asked()
+    ]
+    assert sum(right) < len(right) / 4
