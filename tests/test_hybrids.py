@@ -26,6 +26,7 @@ from zoo import HYBRIDS, build, byte_tokenizer
 from kvcache_rag import (
     BestLast,
     CacheBlend,
+    Combination,
     Engine,
     FullRecompute,
     LegoLink,
@@ -220,7 +221,7 @@ def test_the_law_would_notice_another_order() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5", "lfm2") if name in HYBRIDS])
-def test_a_model_that_was_not_trained_for_it_cuts_its_chunks(name: str) -> None:
+def test_only_an_engine_that_computes_heads_again_cuts_its_chunks(name: str) -> None:
     model = build(name)
     note_training(model.config, blocks=False)
 
@@ -229,15 +230,11 @@ def test_a_model_that_was_not_trained_for_it_cuts_its_chunks(name: str) -> None:
         return engine.policy, engine.keys(TEXTS)
 
     policy, default = keys()
-    assert policy == LegoLink()
-    # Whoever asks by another policy finds what was added.
-    assert keys(policy=Reuse())[1] == keys(policy=BestLast())[1] == default
+    assert policy == BestLast()
+    for uncut in (Reuse(), LegoLink(0), Combination()):
+        assert keys(policy=uncut)[1] == default
     assert keys(policy=LegoLink(4))[1] != default
-    assert keys(policy=LegoLink(0))[1] != default
-    note_training(model.config, blocks=True)
-    policy, whole = keys()
-    assert policy == Reuse()
-    assert whole == keys(policy=LegoLink(0))[1]
+    assert keys(policy=LegoLink(4))[1] != keys(policy=LegoLink(5))[1]
     with pytest.raises(UnsupportedModelError, match=r"LegoLink\(n\) as the policy"):
         Engine(model, byte_tokenizer(), template=TEMPLATE).generate(
             QUESTION, TEXTS, policy=CacheBlend(0.3), max_new_tokens=1

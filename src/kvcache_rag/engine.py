@@ -113,9 +113,10 @@ class Engine:
                 its own, lets them never push out single chunks.
             template: None for the default instruction.
             policy: None for what the model was trained for: `Reuse()` if it, or its adapter, says
-                that it was fine-tuned for blocks, else `BestLast()`, or `LegoLink()` with recurrent
-                layers; chunks of a model that cannot stitch them (`refusal`) are then answered by
-                full prefill, with one warning.
+                that it was fine-tuned for blocks, else `BestLast()`; chunks of a model that cannot
+                stitch them (`refusal`) are then answered by full prefill, with one warning.
+                `LegoLink` cuts the chunks of a model with recurrent layers, which others do not
+                find then.
             namespace: Tenant.
             context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
@@ -144,8 +145,8 @@ class Engine:
         )
         self.template = template or PromptTemplate()
         self._trained = trained_for_blocks(model)
-        self.policy: ReusePolicy = policy or self._default_policy()
-        self._keep_heads()
+        self.policy: ReusePolicy = policy or default_policy(trained=self._trained)
+        self._adapter.keep_heads(self.policy.head)
         self._refusal = self._adapter.why_refused
         # Nobody insists on the default: it follows the adapters, and a refused model answers by
         # full prefill instead.
@@ -365,20 +366,11 @@ class Engine:
             self._weights is None or (weights.are_unchanged() and weights.identity is self._weights)
         )
 
-    def _default_policy(self) -> ReusePolicy:
-        return default_policy(trained=self._trained, recurrent=self.is_recurrent)
-
-    def _keep_heads(self) -> None:
-        """Cut chunks for the policy, or for the default, so that what was added is found by all."""
-        head = self.policy.head
-        self._adapter.keep_heads((self._default_policy().head if head is None else head) or 0)
-
     def _follow_training(self) -> None:
         """Let the default be that of the adapters that are active now."""
         self._trained = trained_for_blocks(self.model)
         if self.policy is self._default:
-            self.policy = self._default = self._default_policy()
-            self._keep_heads()
+            self.policy = self._default = default_policy(trained=self._trained)
             self._yielding = self._default if self._refusal else None
 
     @property
@@ -938,9 +930,7 @@ class Engine:
         request = self._request(question, chunks, options)
         # A chunk by itself is exact.
         if not self._compares and any(len(each) > 1 for each in request.rounds):
-            recurrent = self.is_recurrent
-            said = reuse_warning(request.policy, trained=self._trained, recurrent=recurrent)
-            self._warn_once(said)
+            self._warn_once(reuse_warning(request.policy, trained=self._trained))
         return request
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:

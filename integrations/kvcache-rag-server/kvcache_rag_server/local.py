@@ -228,9 +228,9 @@ class LocalBackend:
         engine, name = self._engines.base, ""
         with suppress(InvalidInputError):  # made in a program, with settings that no name says
             name = name_of(engine.policy)
-        trained, recurrent = trained_for_blocks(engine.model), engine.is_recurrent
+        trained = trained_for_blocks(engine.model)
         warnings = {
-            each: reuse_warning(policy_by_name(each), trained=trained, recurrent=recurrent)
+            each: reuse_warning(policy_by_name(each), trained=trained)
             for each in ("reuse", "composite")
         }
         return OwnPolicy(name, {each: said for each, said in warnings.items() if said})

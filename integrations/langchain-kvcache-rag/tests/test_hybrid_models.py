@@ -81,4 +81,5 @@ def test_a_trained_one_answers_right_in_any_order_after_a_restart(
         context = [by_text[text] for text in documents]
         answer = KVCacheRAG(llm=llm).invoke({"question": entity, "context": context})
         assert answer.text.strip() == value
-        assert answer.response_metadata["kv_cache"]["hits"] == {"disk": len(documents)}
+        # The best one is computed with the question.
+        assert answer.response_metadata["kv_cache"]["hits"] == {"disk": len(documents) - 1}

@@ -110,8 +110,8 @@ class ReusePolicy(ABC):
         needs_scorer: Whether `select` reads `signals.relevance()`.
         auxiliary: The scorer, None for the engine's own.
         scaling: How the query weighs the chunks; None is plain attention.
-        head: First tokens of chunks that it computes again, at which chunks of models with
-            recurrent layers have to be cut; None where it does not matter.
+        head: First tokens of chunks that it computes again, behind which chunks of models with
+            recurrent layers have to be cut.
     """
 
     positions: PositionScheme = "reordered"
@@ -122,7 +122,7 @@ class ReusePolicy(ABC):
     needs_scorer: bool = False
     auxiliary: Scorer | None = None
     scaling: AttentionScaling | None = None
-    head: int | None = None
+    head: int = 0
     name: ClassVar[str]
 
     @property

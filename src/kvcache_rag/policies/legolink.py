@@ -43,7 +43,7 @@ class LegoLink(ReusePolicy):
             )
 
     @property
-    def head(self) -> int | None:  # type: ignore[override]  # its tokens
+    def head(self) -> int:  # type: ignore[override]  # its tokens
         """What chunks of models with recurrent layers are cut behind."""
         return self.tokens
 
