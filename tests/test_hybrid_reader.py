@@ -8,6 +8,7 @@ import pytest
 from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 
 from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, LegoLink, Reuse, ReusePolicy
+from kvcache_rag.integration import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,3 +39,17 @@ def test_without_its_documents_it_does_not_know() -> None:
         for _, entity, value in asked()
     ]
     assert sum(right) < len(right) / 4
+
+
+def test_settings_cut_chunks_for_the_policy_that_will_be_asked_for(tmp_path: Path) -> None:
+    def opened(policy: ReusePolicy | None) -> Engine:
+        return open_engine(FOLDER, kv_dir=str(tmp_path), policy=policy)
+
+    engine = opened(LegoLink(4))
+    assert engine.policy == LegoLink(4)
+    documents, entity, value = asked()[0]
+    for _ in range(2):
+        answer = engine.generate(entity, documents, policy=LegoLink(4), max_new_tokens=1)
+        assert answer.text.strip() == value
+    assert answer.metrics.misses == 0
+    assert opened(Reuse()).policy == opened(None).policy == BestLast()

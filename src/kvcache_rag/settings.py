@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Codec
     from kvcache_rag.engine import Engine
-    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.stores import ChunkStore, MemoryStore
 
 
@@ -320,6 +320,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
         model: Any = None,
         tokenizer: Any = None,
         auxiliary: Scorer | None = None,
+        policy: ReusePolicy | None = None,
     ) -> Engine:
         """Load the model and make its engine.
 
@@ -330,6 +331,8 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             model: A loaded transformers or PEFT model in place of the one that is named.
             tokenizer: A loaded one, likewise.
             auxiliary: A scorer, likewise.
+            policy: What will be asked for. One that computes heads of chunks again is the engine's,
+                which cuts chunks for it where there are recurrent layers.
 
         Raises:
             InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes
@@ -348,6 +351,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             store=store,
             combinations=combinations,
             template=self.prompt_template(brought),
+            policy=policy if policy is not None and policy.head else None,
             namespace=namespace,
             context_window=self.context_window,
             auxiliary=auxiliary,
@@ -410,7 +414,7 @@ class LocalSettings(EngineSettings, StoreSettings):
         """Load the model over its store, with memory before that.
 
         Args:
-            loaded: As for `open_engine`: `model`, `tokenizer`, `auxiliary`.
+            loaded: As for `open_engine`: `model`, `tokenizer`, `auxiliary`, `policy`.
 
         Raises:
             InvalidInputError: As `open_engine` and `open_store`, like the others.

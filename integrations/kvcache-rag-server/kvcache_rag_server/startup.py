@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.pretrained import note_name
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.filesystem import why_unwritable
 from kvcache_rag_server.app import build_app
@@ -153,7 +154,8 @@ def open_engine(settings: ServerSettings) -> Engine:
     Raises:
         InvalidInputError: If one of them cannot be used.
     """
-    engine = settings.open_engine(open_store(settings), open_combinations(settings))
+    policy = policy_by_name(settings.policy) if settings.policy else None
+    engine = settings.open_engine(open_store(settings), open_combinations(settings), policy=policy)
     note_name(engine.model, settings.name)
     return engine
 

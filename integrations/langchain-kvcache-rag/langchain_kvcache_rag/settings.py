@@ -317,7 +317,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         named = {name: getattr(self, name) for name in names if name != "base_url"}
         if self.policy is not None:  # so that ingestion prefills for its scorer
             named["auxiliary"] = self.auxiliary or self.policy.auxiliary
-        return open_engine(self.model, device_map=named.pop("device"), **named)
+        device = named.pop("device")
+        return open_engine(self.model, device_map=device, policy=self.policy, **named)
 
     def _ask_server(self, base_url: str) -> Engine:
         clash = [name for name in _OF_THE_SERVER if getattr(self, name)]

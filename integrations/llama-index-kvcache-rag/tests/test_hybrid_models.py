@@ -13,7 +13,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, Reuse
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -98,3 +98,13 @@ def test_a_trained_one_answers_right_in_any_order_after_a_restart(
         assert str(response).strip() == value
         # The best one is computed with the question.
         assert (response.metadata or {})["kv_cache"]["hits"] == {"disk": len(documents) - 1}
+
+
+@pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+def test_heads_are_cut_for_the_policy_of_the_llm() -> None:
+    llm = KVCacheLLM(model_name=str(FOLDER), policy=LegoLink(4))
+    documents, entity, value = asked()[0]
+    assert llm.engine.policy == LegoLink(4)
+    answer = llm.engine.generate(entity, documents, max_new_tokens=1)
+    assert answer.text.strip() == value
+    assert answer.metrics.recomputed_tokens == 4 * (len(documents) - 1)

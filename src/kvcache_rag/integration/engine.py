@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.policies.base import ReusePolicy, Scorer
 
 
 def open_engine(
@@ -21,6 +21,7 @@ def open_engine(
     device_map: str | Mapping[str, Any] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     auxiliary: Scorer | str | os.PathLike[str] | None = None,
+    policy: ReusePolicy | None = None,
     **settings: Any,
 ) -> Engine:
     """Load what the settings describe.
@@ -31,6 +32,7 @@ def open_engine(
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
         model_kwargs: As for `LocalSettings`.
         auxiliary: As for `LocalSettings`; or a scorer.
+        policy: As for `LocalSettings.open_engine`.
         settings: Of `LocalSettings`; None says nothing.
 
     Raises:
@@ -56,7 +58,7 @@ def open_engine(
         if value is not None:
             is_named = isinstance(value, (str, os.PathLike))
             (given if is_named else loaded)[name] = value
-    return LocalSettings(model_kwargs=further, **given).open(**loaded)
+    return LocalSettings(model_kwargs=further, **given).open(**loaded, policy=policy)
 
 
 def remote_engine(base_url: str, **options: Any) -> Engine:

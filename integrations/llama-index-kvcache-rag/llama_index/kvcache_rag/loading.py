@@ -37,7 +37,7 @@ def load_engine(
         model: A loaded model, None to load `llm.model_name`.
         tokenizer: Its tokenizer; None for the model's own or `llm.tokenizer_name`.
         policy: What will be reused: if it brings a scorer, that is the engine's, so that ingestion
-            prefills for it.
+            prefills for it; and what it cuts chunks behind (`EngineSettings.open_engine`).
 
     Raises:
         InvalidInputError: If it is not said which model, or it cannot be loaded; with a `base_url`,
@@ -57,6 +57,7 @@ def load_engine(
     return open_engine(
         llm.model_name if model is None else model,
         tokenizer or llm.tokenizer_name,
+        policy=policy,
         **settings,
     )
 
