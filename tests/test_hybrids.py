@@ -242,10 +242,9 @@ def test_only_an_engine_that_computes_heads_again_cuts_its_chunks(name: str) -> 
 
 
 def test_guesses_are_made_where_several_tokens_cost_less_than_so_many_passes() -> None:
-    costs = {name: access.adapter(make_engine(name)).row_cost for name in HYBRIDS}
     for name, dear in {"lfm2": False, "qwen3_5": False, "bamba": True, "jamba": True}.items():
-        if name in costs:
-            assert (costs[name] >= 1) == dear
-            drafts = Drafts(torch.tensor([5, 6, 7, 8, 9, 5, 6]), 4, costs[name])
+        if name in HYBRIDS:
+            cost = access.adapter(make_engine(name)).row_cost
+            drafts = Drafts(torch.tensor([5, 6, 7, 8, 9, 5, 6]), 4, cost)
             drafts.said([7, 8])
             assert bool(drafts.guess(9)) != dear
