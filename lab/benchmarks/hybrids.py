@@ -24,10 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.common import described, in_turns, result_file, write
+from benchmarks.common import described, in_turns, read, result_file, write
 from benchmarks.shapes import build_tokenizer, words
 from benchmarks.stock import timed_generate
-from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, policy_by_name
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.states import compose
@@ -219,7 +219,12 @@ def _median(call: Any, times: int) -> float:
 
 
 def first_tokens(
-    model: Any, folder: Path, context: int, size: int, rounds: int
+    model: Any,
+    folder: Path,
+    context: int,
+    size: int,
+    rounds: int,
+    policies: Sequence[ReusePolicy],
 ) -> list[dict[str, Any]]:
     """Seconds to the first token of all sides."""
     template = PromptTemplate(system=words(PREFIX, 1) + " ", chunk_start="", chunk_end="")
@@ -228,8 +233,9 @@ def first_tokens(
     tokenizer = build_tokenizer()
     engines: dict[str, tuple[Engine, ReusePolicy]] = {}
     kept, memory = DiskStore(folder, durable=False), MemoryStore(16 << 30)
-    # Reused as they are, chunks are in one piece; by default they are cut.
-    for asked, cut in ((Reuse(), LegoLink(0)), (LegoLink(), LegoLink())):
+    # Chunks are in one piece but for who computes their heads again.
+    for asked in policies:
+        cut = LegoLink(asked.head)
         made = {
             where: Engine(model, tokenizer, template=template, store=store, policy=cut)
             for where, store in (("disk", kept), ("memory", memory))
@@ -270,12 +276,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(TIMED))
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 4096])
     parser.add_argument("--sizes", nargs="*", type=int, default=[512, 128])
+    parser.add_argument("--policies", nargs="*", default=["reuse", "bestlast", "legolink"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parsed = parser.parse_args()
     torch.set_num_threads(parsed.threads)
     dtype = getattr(torch, parsed.dtype)
+    policies = [policy_by_name(name) for name in parsed.policies]
     bytes_rows, times, composed = [], [], []
     for name, shape in SHAPES.items():
         layout = TransformersModel(build(shape, torch.bfloat16)).measured
@@ -288,12 +296,16 @@ def main() -> None:
         print(composed[-1], flush=True)
         for context, size in product(parsed.contexts, parsed.sizes):
             with tempfile.TemporaryDirectory() as folder:
-                rows = first_tokens(model, Path(folder), context, size, parsed.rounds)
+                rows = first_tokens(model, Path(folder), context, size, parsed.rounds, policies)
             for row in rows:
                 times.append({"model": name, **row})
                 print(times[-1], flush=True)
     about = {"benchmark": "hybrids", **described("cpu", parsed.threads), "dtype": parsed.dtype}
-    report = {"about": about, "bytes": bytes_rows, "composing": composed, "first_token": times}
+    before = read(result_file("hybrids")).get("first_token", [])
+    measured = {(*row.values(),)[:4] for row in times}
+    others = [row for row in before if (*row.values(),)[:4] not in measured]
+    rows = [*others, *times]
+    report = {"about": about, "bytes": bytes_rows, "composing": composed, "first_token": rows}
     write(result_file("hybrids"), report)
 
 
