@@ -16,7 +16,7 @@ from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from verdicts import REUSE, make_verdict
-from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+from zoo import FAMILIES, HYBRIDS, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     Auxiliary,
@@ -401,7 +401,8 @@ def test_a_peft_model_answers_as_its_own_forward_pass() -> None:
     assert error(engine.logits(QUESTION, TEXTS[:1]), plain) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *REFUSED])
+# transformers' RWKV divides its own weights when it first evaluates; no chunk of it is kept.
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS, *({*REFUSED} - {"rwkv"})])
 def test_answering_changes_no_weights(name: str) -> None:
     """A family whose forward pass wrote its buffers would be digested before every question."""
     model = build(name)
