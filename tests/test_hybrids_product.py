@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 
     from kvcache_rag import ChunkStore, ReusePolicy
 
-# One of each kind: gated delta, Mamba2, short convolution, a state beside keys and values, no
-# attention at all, a scan whose state has to be carried.
 if not HYBRIDS:
     pytest.skip("this transformers keeps no states as 5.23", allow_module_level=True)
 
+# One of each kind: gated delta, Mamba2, short convolution, a state beside keys and values, no
+# attention at all, a scan whose state has to be carried.
 KINDS = [
     name for name in ("qwen3_5", "bamba", "lfm2", "falcon_h1", "mamba2", "jamba") if name in HYBRIDS
 ]

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOLERANCE = 1e-3
-# Of each recurrence; without rotary positions; without attention; without a kernel that is known.
 if not HYBRIDS:
     pytest.skip("this transformers keeps no states as 5.23", allow_module_level=True)
 
+# Of each recurrence; without rotary positions; without attention; without a kernel that is known.
 KINDS = ("qwen3_5", "bamba", "granitemoehybrid", "mamba2", "lfm2", "jamba")
 EXPERTS = ("granitemoehybrid", "jamba")  # the choice of a router jumps
 CASES = [(name, "reordered") for name in HYBRIDS] + [(name, "composite") for name in KINDS]
