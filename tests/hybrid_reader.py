@@ -12,7 +12,7 @@ from typing import Final
 from zoo import HYBRIDS
 
 FOLDER: Final = Path(__file__).parent / "hybrid_reader_model"
-IS_READ: Final = "qwen3_5" in HYBRIDS and FOLDER.is_dir()
+IS_READ: Final = "qwen3_5" in HYBRIDS
 """Whether this transformers knows such models."""
 
 DOCUMENTS: Final = (
