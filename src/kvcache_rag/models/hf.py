@@ -541,7 +541,11 @@ class TransformersModel:
     def keep_heads(self, tokens: int) -> None:
         """From now on keep of chunks what computing so many first tokens again needs."""
         if self.layout is not None:
-            states = tuple(replace(group, head=tokens) for group in self.layout.states)
+            # Of a convolution alone nothing is to be kept: its chunks may be cut anywhere.
+            states = tuple(
+                group if group.form == "none" else replace(group, head=tokens)
+                for group in self.layout.states
+            )
             self.layout = replace(self.layout, states=states)
 
     def _watched(self, buffer: KVBuffer) -> AbstractContextManager[Mapping[int, Tensor]]:
