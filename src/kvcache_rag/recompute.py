@@ -113,7 +113,7 @@ def _recompute_in_order(row: StitchedRow, selected: Tensor) -> None:
         if count:
             if not _is_head(layout, chosen, count):
                 model.ensure_recomputable()
-            _compute(row, span.start, span.start + count)
+            compute(row, span.start, span.start + count)
             walk.at()
         if count < len(span):
             walk.through(segment.chunk, head=count)
@@ -125,8 +125,11 @@ def _is_head(layout: ModelLayout, chosen: Tensor, count: int) -> bool:
     return bool(chosen[:count].all()) and (count == len(chosen) or not cuts - {count})
 
 
-def _compute(row: StitchedRow, start: int, stop: int) -> None:
-    """Compute tokens of a prompt behind what its buffer holds up to there."""
+def compute(row: StitchedRow, start: int, stop: int) -> None:
+    """Compute the tokens `start..stop` of a prompt behind what its buffer holds up to there.
+
+    Keys, values and the states behind them are in the buffer afterwards.
+    """
     cache = buffer_cache(row.buffer, row.model.measured.kinds, start)
     if start < stop:
         row.model.forward(row.ids[None, start:stop], cache, torch.arange(start, stop), keep=1)

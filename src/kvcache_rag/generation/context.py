@@ -16,7 +16,7 @@ import torch
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.attention.scaled import weighed_chunks
-from kvcache_rag.models.cache import buffer_cache, keep_states, remember
+from kvcache_rag.models.cache import buffer_cache, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
 from kvcache_rag.models.deferred.support import (
     deferral_refusal,
@@ -27,7 +27,7 @@ from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
 from kvcache_rag.prompt.offsets import chunk_text
-from kvcache_rag.recompute import chosen_tokens, recompute
+from kvcache_rag.recompute import chosen_tokens, compute, recompute
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
 
@@ -512,13 +512,8 @@ class ContextFiller:
         """Compute the query but its last token; a batch's padding must not run through a state."""
         if row.stitched is None:
             return row
-        started, buffer = time.perf_counter(), row.stitched.buffer
-        context, stop = row.shape.context_tokens, row.shape.tokens - 1
-        cache = buffer_cache(buffer, self.model.measured.kinds, context)
-        if stop > context:
-            places = torch.arange(context, stop)
-            self.model.forward(row.ids[None, context:stop], cache, places, keep=1)
-        keep_states(cache, buffer)
+        started = time.perf_counter()
+        compute(row.stitched, row.shape.context_tokens, row.shape.tokens - 1)
         self.model.wait()
         return replace(row, recomputing=time.perf_counter() - started, is_advanced=True)
 

@@ -152,11 +152,5 @@ class KVBuffer:
         )
         # States have no place among those of tokens: memory of their own.
         device = tokens.device if not self.tensors else self.tensors[0][0].device
-        states = tuple(
-            tuple(
-                torch.empty(shape, dtype=dtype, device=device)
-                for dtype, shape in group.parts.values()
-            )
-            for group in self.layout.states
-        )
+        states = self.layout.empty(0, device)[len(views) :]
         return ChunkKV(self.layout, tokens, local_start, (*views, *states))
