@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,11 +25,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.common import described, in_turns, read, result_file, write
+from benchmarks.common import described, in_turns, read, result_file, seconds_of, write
 from benchmarks.shapes import build_tokenizer, words
 from benchmarks.stock import timed_generate
 from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, policy_by_name
 from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.models.cache import growing_cache, remembered, rewind
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.states import compose
 from kvcache_rag_lab.evaluation.cost.memory import peak_of_call
@@ -208,6 +210,30 @@ def composing(model: Any, ids: Sequence[int]) -> dict[str, float]:
     return {"prefill_ms": 1000 * prefilling, "compose_ms": 1000 * (five - one) / 4}
 
 
+def guessing(model: Any, ids: Sequence[int]) -> dict[str, float]:
+    """Seconds of a pass of one token and of five, and of going back from them."""
+    adapter = TransformersModel(model)
+    cache = growing_cache(adapter.measured.kinds)
+    adapter.forward(torch.tensor([ids]), cache, torch.arange(len(ids)))
+    held = len(ids)
+
+    def run(count: int) -> None:
+        places = torch.arange(held, held + count)
+        adapter.forward(torch.tensor([ids[:count]]), cache, places, keep=count)
+
+    found: dict[str, list[float]] = {"one_ms": [], "five_ms": [], "back_ms": []}
+    for _ in range(12):
+        before = remembered(cache)
+        found["one_ms"].append(seconds_of(partial(run, 1)))
+        rewind(cache, before, 1)
+        found["five_ms"].append(seconds_of(partial(run, 5)))
+        begun = time.perf_counter()
+        rewind(cache, before, 5)
+        remembered(cache)
+        found["back_ms"].append(time.perf_counter() - begun)
+    return {name: round(1000 * statistics.median(own), 2) for name, own in found.items()}
+
+
 def _median(call: Any, times: int) -> float:
     found = []
     for _ in range(times):
@@ -292,7 +318,7 @@ def main() -> None:
     for name in parsed.shapes:
         model = build(SHAPES[name], dtype)
         ids = torch.randint(3, 8192, (TOKENS,)).tolist()
-        composed.append({"model": name, **composing(model, ids)})
+        composed.append({"model": name, **composing(model, ids), **guessing(model, ids)})
         print(composed[-1], flush=True)
         for context, size in product(parsed.contexts, parsed.sizes):
             with tempfile.TemporaryDirectory() as folder:
