@@ -37,8 +37,7 @@ from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.attention.support import lock_of
-from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.pretrained import chosen_adapter, load
+from kvcache_rag.models.pretrained import chosen_adapter, language_model, load
 from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.metrics import Answer
     from kvcache_rag.models.linears import WeightFormat
+    from kvcache_rag.models.pretrained import Backend
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
@@ -133,7 +133,7 @@ class Engine:
         check_store("store", store)
         check_store("combinations", combinations)
         checked_mode(rotation)
-        self._adapter = TransformersModel(
+        self._adapter = language_model(
             model, packed_attention=packed_attention, window=context_window
         )
         self.model, self.tokenizer = bare_model(model), tokenizer
@@ -211,6 +211,7 @@ class Engine:
         gguf_file: str | None = None,
         adapter: str | os.PathLike[str] | None = None,
         weight_format: WeightFormat = "auto",
+        backend: Backend = "transformers",
         **options: Any,
     ) -> Engine:
         """Load a model and make an engine for it.
@@ -227,6 +228,7 @@ class Engine:
             gguf_file: Name of a GGUF file in that folder or on the hub.
             adapter: As `EngineSettings`.
             weight_format: As `EngineSettings`.
+            backend: As `EngineSettings`.
             options: Further arguments of `Engine`.
 
         Raises:
@@ -240,8 +242,9 @@ class Engine:
             device=device,
             options=further,
             tokenizer=tokenizer,
-            adapter=chosen_adapter(name, adapter),
+            adapter=chosen_adapter(name, adapter, backend),
             weight_format=weight_format,
+            backend=backend,
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.metrics import MissReason
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch, prefix included: what bounds the memory of a batch.
@@ -92,7 +92,7 @@ class Prefiller:
         stored: The last chunks that were stored; they may have been dropped since.
     """
 
-    model: TransformersModel
+    model: LanguageModel
     store: ChunkStore
     prefix_ids: tuple[int, ...]
     spec: str
@@ -116,7 +116,7 @@ class Prefiller:
     @classmethod
     def of(
         cls,
-        model: TransformersModel,
+        model: LanguageModel,
         store: ChunkStore,
         prefix_ids: tuple[int, ...],
         namespace: str,
@@ -370,7 +370,7 @@ def _writers() -> ThreadPoolExecutor:
 
 
 def _fingerprint(
-    model: TransformersModel,
+    model: LanguageModel,
     store: ChunkStore,
     prefix_ids: tuple[int, ...],
 ) -> tuple[str, Mapping[str, Any]]:
@@ -386,7 +386,7 @@ def _fingerprint(
     return spec_digest(spec), manifest_of(spec, str(getattr(model.config, "_name_or_path", "")))
 
 
-def _position(model: TransformersModel, store: ChunkStore) -> StoredPosition:
+def _position(model: LanguageModel, store: ChunkStore) -> StoredPosition:
     # Keys that cannot be moved are stored as they are: the codec is then only coarser.
     return "raw" if store.codec.raw_keys and not model.measured.immovable else "local"
 

@@ -125,6 +125,9 @@ class EngineOptions(BaseModel):
 
     model_config = OPTIONS
 
+    backend: Literal["transformers", "llama.cpp"] = "transformers"
+    """What runs the model: transformers, or llama.cpp, which takes GGUF files as they are (4 bits
+    stay 4 bits)."""
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
     """PEFT adapter to put into the model: a folder, an installed name such as block, or none; if
     nothing is said none, and for smollm2 block where that is installed."""
@@ -372,8 +375,9 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             device=self.device,
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
-            adapter=chosen_adapter(self.model, self.adapter),
+            adapter=chosen_adapter(self.model, self.adapter, self.backend),
             weight_format=self.weight_format,
+            backend=self.backend,
         )
 
     def _fitted(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:

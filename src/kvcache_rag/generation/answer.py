@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from kvcache_rag.generation.cells import CellsFiller
 from kvcache_rag.generation.context import (
     Context,
     ContextFiller,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.request import ChunkInput, Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -65,7 +66,7 @@ class Answerer:
 
     def __init__(
         self,
-        model: TransformersModel,
+        model: LanguageModel,
         tokenizer: Any,
         renderer: PromptRenderer,
         loader: ContextLoader | None,
@@ -93,7 +94,8 @@ class Answerer:
         self.watch: AnswerWatch | None = None
         self.filler: ContextFiller | None = None
         if loader is not None:
-            self.filler = ContextFiller(model, tokenizer, loader, self.buffer, auxiliary, rotation)
+            kind = CellsFiller if model.has_cells else ContextFiller
+            self.filler = kind(model, tokenizer, loader, self.buffer, auxiliary, rotation)
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""

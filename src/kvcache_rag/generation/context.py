@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Room
     from kvcache_rag.generation.request import Request
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import ContextChunk
@@ -182,7 +182,7 @@ class Context:
         not_deferred: Why keys were copied instead of attended to where they lie.
     """
 
-    model: TransformersModel
+    model: LanguageModel
     rows: Sequence[ContextRow]
     rotation: Rotation = ""
     buffer: KVBuffer | None = None
@@ -258,7 +258,7 @@ class PromptBuffer:
         kept: What is there, or None.
     """
 
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.kept: KVBuffer | None = None
         self._codes: Tensor | None = None  # (nbytes,) uint8
@@ -295,6 +295,7 @@ class PromptBuffer:
 
     def forget(self) -> None:
         self.kept = self._codes = None
+        self._model.forget()
 
 
 def checked_mode(mode: RotationMode) -> RotationMode:
@@ -318,7 +319,7 @@ class ContextFiller:
 
     def __init__(
         self,
-        model: TransformersModel,
+        model: LanguageModel,
         tokenizer: Any,
         loader: ContextLoader,
         buffer: PromptBuffer,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.request import Request
     from kvcache_rag.metrics import Answer, Metrics
     from kvcache_rag.models.generate import Generated
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stores import ChunkStore
 
@@ -48,7 +48,7 @@ _SAMPLING: Final = ("temperature", "top_p", "top_k")
 _CARRIED: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("kvcache_rag_carried", default=())
 
 
-def opened(model: TransformersModel, store: ChunkStore, rotation: str) -> None:
+def opened(model: LanguageModel, store: ChunkStore, rotation: str) -> None:
     """Log what an engine was made of, and how keys of its model are moved."""
     if LOG.isEnabledFor(logging.INFO):
         groups = () if model.layout is None else model.layout.groups
@@ -173,9 +173,7 @@ def _log(metrics: Metrics) -> None:
 class _Spans:
     """The spans of requests that are answered together."""
 
-    def __init__(
-        self, tracer: Tracer, model: TransformersModel, requests: Sequence[Request]
-    ) -> None:
+    def __init__(self, tracer: Tracer, model: LanguageModel, requests: Sequence[Request]) -> None:
         """Open one for each, as of its call."""
         self._tracer, self._clock = tracer, _Clock()
         self._size = len(requests)
@@ -287,7 +285,7 @@ def _answered(answer: Answer, watch: AnswerWatch, size: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- ingestion
 @contextmanager
 def added(
-    model: TransformersModel, chunks: Sequence[ContextChunk], started: float
+    model: LanguageModel, chunks: Sequence[ContextChunk], started: float
 ) -> Iterator[list[int]]:
     """A span since `started` around computing what of `chunks` is missing.
 

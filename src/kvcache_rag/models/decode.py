@@ -22,6 +22,7 @@ from kvcache_rag.models.cache import (
     takes_back,
 )
 from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.models.language import StoppedError
 
 if TYPE_CHECKING:
     import threading
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
     from kvcache_rag.models.cache import States
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
 
 # Settings that are heeded here, or that change nothing for one greedy answer.
 _HEEDED: Final = frozenset(
@@ -101,7 +102,7 @@ class Decoded:
 
 
 def decodes(
-    model: TransformersModel,
+    model: LanguageModel,
     rows: int,
     config: GenerationConfig,
     rest: dict[str, Any],
@@ -142,7 +143,7 @@ def decodes(
 
 
 def decode(
-    model: TransformersModel,
+    model: LanguageModel,
     ids: Tensor,
     cache: Any,
     *,
@@ -176,7 +177,10 @@ def decode(
     while True:
         course.begin(guessed)
         positions = torch.arange(course.held, course.held + fresh.shape[1])
-        logits = model.forward(fresh, cache, positions, keep=len(guessed) + 1)  # (1, keep, vocab)
+        try:
+            logits = model.forward(fresh, cache, positions, keep=len(guessed) + 1)
+        except StoppedError:
+            return Decoded(tuple(said), first_at or time.perf_counter(), passes)
         passes += 1
         tokens = _chosen(logits[0], whole, len(said), config, stops, processors)
         right = 0
@@ -239,7 +243,7 @@ class _Course:
 
 
 def _drafts(
-    model: TransformersModel,
+    model: LanguageModel,
     prompt: Tensor,
     cache: Any,
     config: GenerationConfig,

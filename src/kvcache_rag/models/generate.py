@@ -27,12 +27,13 @@ from transformers import (
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError, refuse_unknown
 from kvcache_rag.models.cache import CACHE_NAME, RecurrentCache
 from kvcache_rag.models.decode import decode, decodes
+from kvcache_rag.models.language import StoppedError
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
 
 
 # Wrong tokens from any prefilled cache in transformers itself (measured with 5.23), so they are
@@ -141,6 +142,7 @@ class _Watch(StoppingCriteria):
         first_at: `time.perf_counter()` at the first token, 0 before.
         ends: Per row after how many tokens it ended, None while it goes on; what follows in a batch
             is padding.
+        rows: Per row what came, with that.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class _Watch(StoppingCriteria):
     ) -> None:
         self.first_at = 0.0
         self.ends: list[int | None] = [None] * len(ids)
+        self.rows: list[list[int]] = [[] for _ in ids]
         self._prompt = self._seen = ids.shape[1]
         self._stops, self._emit, self._cancelled = stops, emit, cancelled
 
@@ -162,6 +165,7 @@ class _Watch(StoppingCriteria):
         self.first_at = self.first_at or time.perf_counter()
         if self._emit is not None:
             for row, ids in enumerate(fresh):
+                self.rows[row] += ids
                 if self.ends[row] is not None:
                     continue
                 if self._emit(row, ids) or not self._stops.isdisjoint(ids):
@@ -257,12 +261,17 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 def uses_beams(options: dict[str, Any]) -> bool:
     """Whether checked options ask for beam search."""
+    return beams(options) > 1
+
+
+def beams(options: dict[str, Any]) -> int:
+    """How many beams checked options ask for, 1 for none."""
     config = options.get("generation_config")
-    return int(options.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1
+    return int(options.get("num_beams") or getattr(config, "num_beams", None) or 1)
 
 
 def generate(
-    model: TransformersModel,
+    model: LanguageModel,
     ids: Tensor,
     mask: Tensor,
     cache: Any,
@@ -287,14 +296,16 @@ def generate(
             True ends the row.  None with beam search, whose rows are known at the end only.
         cancelled: Stops at the next token once set.
     """
-    with model.computing():
+    if cache is None:
+        cache = model.new_cache(mask, room=max_new_tokens, beams=beams(options))
+    with model.computing(), model.heeding(cancelled):
         return _generate(
             model, ids, mask, cache, max_new_tokens, tokenizer, options, emit, cancelled
         )
 
 
 def _generate(
-    model: TransformersModel,
+    model: LanguageModel,
     ids: Tensor,
     mask: Tensor,
     cache: Any,
@@ -318,7 +329,7 @@ def _generate(
                 emit=emit,
                 cancelled=cancelled,
             )
-        reason = "stop" if decoded.ids[-1] in stops else "length"
+        reason = "stop" if decoded.ids and decoded.ids[-1] in stops else "length"
         return Generated((decoded.ids,), decoded.first_at, time.perf_counter(), (reason,))
     # Guesses are of `decode` alone: transformers' own give wrong tokens from a filled cache.
     config.prompt_lookup_num_tokens = None
@@ -335,9 +346,10 @@ def _generate(
             "greedily, with max_new_tokens, stop and logits_processor alone; leave out the other "
             "options, or use FullRecompute()"
         )
-    if cache is not None and model.recurrent is not None:
+    has_beams = (config.num_beams or 1) > 1
+    if cache is not None and (model.recurrent is not None or (model.has_cells and has_beams)):
         _advance(model, ids, cache)
-    if cache is not None and (config.num_beams or 1) > 1:
+    if cache is not None and has_beams:
         # generate() repeats the ids for its beams, but not a cache that it is given.
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
@@ -347,15 +359,18 @@ def _generate(
     # A prompt may go through `generate()` in several passes (prefill_chunk_size).
     carried = nullcontext() if model.recurrent is None else model.recurrent.carried()
     with torch.inference_mode(), _refused_options(options), carried:
-        output = _with_default(model.model, config).generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=config,
-            **arguments,
-        )
+        try:
+            output = _with_default(model.model, config).generate(
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=config,
+                **arguments,
+            )
+            # (rows, n + steps); a row that ended before the others is padded behind its end.
+            answers = output[:, ids.shape[1] :].tolist()
+        except StoppedError:
+            answers = watch.rows
     ended = time.perf_counter()
-    # `output` is (rows, n + steps); a row that ended before the others is padded behind its end.
-    answers = output[:, ids.shape[1] :].tolist()
     rows = tuple(_trim(row, stops)[:end] for row, end in zip(answers, watch.ends, strict=True))
     # Without a stop token, an answer was cut, by its length or its time or a cancellation, unless
     # the caller gave reasons of its own to end it.
@@ -400,8 +415,11 @@ def _with_default(model: Any, config: GenerationConfig) -> Any:
     return view
 
 
-def _advance(model: TransformersModel, ids: Tensor, cache: Any) -> None:
-    """Let a cache hold all but the last column: several behind a state are our passes' affair."""
+def _advance(model: LanguageModel, ids: Tensor, cache: Any) -> None:
+    """Let a cache hold all but the last column.
+
+    Several columns behind a state are our passes' affair, and beams share what is computed before.
+    """
     held, stop = cache.get_seq_length(), ids.shape[1] - 1
     if held < stop:
         with torch.inference_mode():
@@ -409,7 +427,7 @@ def _advance(model: TransformersModel, ids: Tensor, cache: Any) -> None:
 
 
 def _configured(
-    model: TransformersModel, options: dict[str, Any], max_new_tokens: int, tokenizer: Any
+    model: LanguageModel, options: dict[str, Any], max_new_tokens: int, tokenizer: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The model's own generation config with the caller's settings, greedy unless it says so.
 

@@ -15,7 +15,7 @@ import shutil
 import struct
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +46,8 @@ _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _STRING, _ARRAY = 8, 9
 # Beyond what any file has: axes of a tensor, arrays within arrays, bytes of a header.
 _AXES, _ARRAYS, _HEADER = 8, 4, 1 << 28
-_UNQUANTISED = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_FLOAT32, _FACTORS = 0, 1 << 12  # a type; most numbers of a tensor of factors
+_UNQUANTISED = {_FLOAT32: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,16 @@ class GgufHeader:
         elements: Weights in all.
         dtype: What its weights are loaded in when nobody says: their own, or `quantised_dtype`.
         nbytes: Of the file, as its header has it.
+        is_float: Whether no weight is quantised.
+        places: Of small float32 tensors that scale rotary frequencies, by their names, where they
+            begin in the file and how many numbers each has.
     """
 
     elements: int
     dtype: torch.dtype
     nbytes: int
+    is_float: bool = False
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
@@ -88,6 +94,16 @@ class GgufHeader:
                 f"{path} was cut: {found} of {header.nbytes} bytes are there; download it again"
             )
         return header
+
+    def rope_factors(self, path: Path) -> dict[str, torch.Tensor]:
+        """What divides rotary frequencies, `(dim / 2,)` float32 each, by the names of `places`."""
+        found = {}
+        with path.open("rb") as file:
+            for name, (place, count) in self.places.items():
+                file.seek(place)
+                values = struct.unpack(f"<{count}f", file.read(4 * count))
+                found[name.removesuffix(".weight")] = torch.tensor(values)
+        return found
 
     def memory(self, dtype: torch.dtype) -> int:
         """Bytes of its weights in memory, dequantised to `dtype`."""
@@ -156,8 +172,9 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
                 raise ValueError("alignment")
     elements, end = 0, 0
     by_type: dict[int, int] = {}
+    places: dict[str, tuple[int, int]] = {}
     for _ in range(tensors):
-        fields.text()
+        name = fields.text()
         count, axes = 1, fields.plain("I")
         if axes > _AXES:
             raise ValueError("axes")
@@ -168,11 +185,15 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
         elements += count
         end = max(end, offset + count // block * size)
         by_type[kind] = by_type.get(kind, 0) + count
+        if name.startswith(b"rope_") and kind == _FLOAT32 and count <= _FACTORS:
+            places[name.decode(errors="replace")] = offset, count
     start = -(-fields.place // alignment) * alignment
     dtype = quantised_dtype()
-    if by_type and by_type.keys() <= _UNQUANTISED.keys():
+    is_float = bool(by_type) and by_type.keys() <= _UNQUANTISED.keys()
+    if is_float:
         dtype = _UNQUANTISED[max(by_type, key=lambda kind: by_type[kind])]
-    return GgufHeader(elements, dtype, start + end)
+    places = {name: (start + offset, count) for name, (offset, count) in places.items()}
+    return GgufHeader(elements, dtype, start + end, is_float, places)
 
 
 def quantised_dtype() -> torch.dtype:

@@ -37,6 +37,7 @@ from kvcache_rag.models.cache import (
     remember,
 )
 from kvcache_rag.models.drafts import ROW_COST
+from kvcache_rag.models.language import LanguageModel
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
 from kvcache_rag.models.states import (
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.models.rotation import LayerGroup, LayerKind, ModelLayout
+    from kvcache_rag.models.rotation import LayerKind, ModelLayout
 
     MaskArgument = Tensor | dict[str, Tensor] | PlacedMask
 
@@ -73,7 +74,7 @@ class _Computing(threading.local):
 _HERE = _Computing()
 
 
-class TransformersModel:
+class TransformersModel(LanguageModel):
     """A causal language model whose context can be captured, placed and continued.
 
     Attributes:
@@ -200,52 +201,6 @@ class TransformersModel:
         names = ("max_position_embeddings", "n_positions", "max_seq_len")
         return [int(value) for name in names if (value := getattr(self.config, name, None))]
 
-    def longest(self, wanted: int | None) -> int:
-        """Longest prompt plus answer in tokens of a full prefill: the model's, or less if wanted.
-
-        Raises:
-            InvalidInputError: If `wanted` is not positive.
-        """
-        if wanted is not None and wanted < 1:
-            raise InvalidInputError(f"context_window must be positive, not {wanted}")
-        return min([*self._windows, *([wanted] if wanted else [])], default=10**9)
-
-    def window(self, wanted: int | None) -> int:
-        """The same of a prompt with cached chunks, which may end where frequencies change.
-
-        Raises:
-            InvalidInputError: If `wanted` is not positive.
-        """
-        limit = self.layout.limit if self.layout else None
-        return min(self.longest(wanted), limit or 10**9)
-
-    def why_no_longer(self, window: int, longest: int) -> str:
-        """Why cached chunks have this context window, and a full prefill that: ends a sentence.
-
-        "" where nobody need be told.
-        """
-        if self.layout is None or window != self.layout.limit:
-            return ""
-        full = ", which FullRecompute() has no need to heed" if longest > window else ""
-        return f"; {self.layout.beyond}{full}"
-
-    @property
-    def measured(self) -> ModelLayout:
-        """The layout.
-
-        Raises:
-            UnsupportedModelError: If the model keeps no keys and values per token (recurrent state
-                and the like).
-        """
-        if self.layout is None:
-            raise UnsupportedModelError(f"{self.refusal}; use FullRecompute()")
-        return self.layout
-
-    @property
-    def why_refused(self) -> str:
-        """Why its chunks cannot be stitched; "" if they can."""
-        return self.refusal if self.layout is None else self.layout.immovable
-
     @property
     def row_cost(self) -> float:
         """What a row more costs in a pass of few rows, in passes of one row (measured)."""
@@ -292,42 +247,13 @@ class TransformersModel:
                 'with attn_implementation="sdpa" to compute tokens again'
             )
 
-    def ensure_attends_only(self, so: str) -> None:
-        """Raise `UnsupportedModelError` if some layers are recurrent.
-
-        Args:
-            so: What follows from it and what to do instead, the second half of the sentence.
-        """
-        if self.recurrent is not None:
-            name = self.config.model_type
-            raise UnsupportedModelError(
-                f"{name}: layer {self.recurrent.layers[0]} is recurrent, {so}"
-            )
-
-    def ensure_takes_positions(self, so: str) -> None:
-        """Raise `UnsupportedModelError` if tokens can stand nowhere but at their places.
-
-        Args:
-            so: What follows from it and what to do instead, the second half of the sentence.
-        """
-        if self.measured.by_place:
-            name, biased = self.config.model_type, " (ALiBi)" if self.recurrent is None else ""
-            raise UnsupportedModelError(
-                f"{name}: attention counts a token's place in the prompt{biased}, so {so}"
-            )
-
     def spec(self) -> dict[str, Any]:
         """Everything about the model that the tensors of a chunk depend on, as plain values."""
         layout = self.measured
         return {
             "model": self.weights.identity,
             "compute_dtype": str(self.dtype),
-            "stored_dtype": str(layout.dtype),
-            "groups": [_describe(group) for group in layout.groups],
-            "inv_freq": [
-                frequency.at_rest().cpu().numpy().tobytes().hex()
-                for frequency in layout.frequencies
-            ],
+            **layout.spec(),
             "rope_parameters": repr(getattr(self.config, "rope_parameters", None)),
             **({"states": repr(layout.states)} if layout.states else {}),
         }
@@ -412,7 +338,6 @@ class TransformersModel:
         return logits[:, -keep:] if keep else logits
 
     def taken(self, cache: Any) -> Any:
-        """A cache of ours as the model takes it."""
         if type(cache) is Cache:  # None stays what it is
             cache.__class__ = self._cache_class
         return cache
@@ -424,14 +349,6 @@ class TransformersModel:
         return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
 
     def causal_mask(self, places: Tensor, tokens: int) -> MaskArgument:
-        """What `forward` needs so that each row sees the keys at places up to its own.
-
-        By the order of a pass alone, a row would see keys behind it.
-
-        Args:
-            places: `(n,)` of the rows.
-            tokens: How many keys there are, at places 0, 1, 2, ...
-        """
         columns = torch.arange(tokens)
         allowed = columns[None] <= places[:, None]  # (n, tokens)
         if self.layout is not None and self.layout.by_place:
@@ -615,17 +532,6 @@ def _kept_states(
             parts.append(part)
         kept.append(parts)
     return kept
-
-
-def _describe(group: LayerGroup) -> dict[str, Any]:
-    return {
-        "layers": list(group.layout.layers),
-        "key_shape": list(group.layout.key_shape),
-        "value_shape": list(group.layout.value_shape),
-        "window": group.window,
-        "key_rotation": f"{group.key_rotation}@{group.key_rotation.frequency}",
-        "value_rotation": f"{group.value_rotation}@{group.value_rotation.frequency}",
-    }
 
 
 def _refuse_spread(model: Any) -> None:

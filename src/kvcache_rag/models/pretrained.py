@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 from huggingface_hub import constants as hub
@@ -26,8 +26,15 @@ from kvcache_rag.models.adapters import (
     with_adapter,
 )
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
+from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.prompt.template import PromptTemplate
+
+if TYPE_CHECKING:
+    from kvcache_rag.models.language import LanguageModel
+
+Backend: TypeAlias = Literal["transformers", "llama.cpp"]
+"""What runs a model."""
 
 TINY = "tiny"
 """Name of the small reader that comes with this package."""
@@ -130,7 +137,9 @@ def resolve(name: str | os.PathLike[str]) -> str:
 
 
 def chosen_adapter(
-    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
+    name: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None,
+    backend: Backend = "transformers",
 ) -> str | os.PathLike[str] | None:
     """The adapter that a model is loaded with; None for none.
 
@@ -138,8 +147,9 @@ def chosen_adapter(
         name: Of the model.
         adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
             `PACKAGED`, where it is installed.
+        backend: What runs the model; llama.cpp takes none unless it is asked for.
     """
-    if adapter == NO_ADAPTER:
+    if adapter == NO_ADAPTER or (adapter is None and backend == "llama.cpp"):
         return None
     known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
     if adapter is None and known is not None and is_installed(known.adapter):
@@ -199,6 +209,7 @@ def load(
     tokenizer: Any = None,
     adapter: str | os.PathLike[str] | None = None,
     weight_format: WeightFormat = "plain",
+    backend: Backend = "transformers",
 ) -> tuple[Any, Any, PromptTemplate | None]:
     """Model, tokenizer and the prompt template that they bring along, if any.
 
@@ -212,11 +223,25 @@ def load(
         tokenizer: A loaded one, or the name of one, instead of the model's own; None for that.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         weight_format: How its linear layers keep their weights, after the adapter was put in.
+        backend: What runs it.
 
     Raises:
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
+    if backend == "llama.cpp":
+        from kvcache_rag.models.llamacpp.loading import load_llama
+
+        model, tokenizer = load_llama(
+            name,
+            dtype=dtype,
+            device=device,
+            options=options,
+            tokenizer=tokenizer,
+            adapter=adapter,
+            weight_format=weight_format,
+        )
+        return model, tokenizer, brought_template(name, NO_ADAPTER)
     _check_places(device, options.get("device_map"))
     resolved = resolve(name)
     folder = Path(resolved)
@@ -237,6 +262,27 @@ def load(
     pack_weights(model, weight_format)
     note_name(model, os.fspath(name))
     return model, tokenizer, brought_template(resolved, adapter)
+
+
+def language_model(
+    model: Any, *, packed_attention: bool = True, window: int | None = None
+) -> LanguageModel:
+    """A loaded model as the rest of the package uses it.
+
+    Args:
+        model: A transformers or PEFT model, or what llama.cpp has loaded.
+        packed_attention: As for `Engine`; of transformers' models alone.
+        window: Longest prompt plus answer that is wanted; None for the model's own.
+
+    Raises:
+        UnsupportedModelError: If it is spread over several devices, or partly on none.
+        InvalidInputError: As for `TransformersModel`.
+    """
+    if getattr(model, "llama", None) is not None:
+        from kvcache_rag.models.llamacpp.model import LlamaCppModel
+
+        return LlamaCppModel(model, window=window)
+    return TransformersModel(model, packed_attention=packed_attention, window=window)
 
 
 def note_name(model: Any, name: str) -> None:
@@ -344,7 +390,7 @@ def _plain(
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(os.fspath(tokenizer), common if tokenizer == path else {})
     try:
-        gguf = _gguf_of(path, options)
+        gguf = gguf_of(path, options)
         if gguf is not None:
             further = {k: v for k, v in options.items() if k not in (*_HUB, "gguf_file")}
             model, its = load_gguf(gguf, dtype=dtype, options=further, own_tokenizer=own)
@@ -362,7 +408,7 @@ def _plain(
     return model, its if own else tokenizer
 
 
-def _gguf_of(path: str, options: dict[str, Any]) -> Path | None:
+def gguf_of(path: str, options: dict[str, Any]) -> Path | None:
     """The GGUF file that is meant, fetched from the hub if it lies there; None for none."""
     if path.endswith(SUFFIX):
         return Path(path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -143,6 +143,26 @@ class ModelLayout:
         parts: tuple[FrequencySet | LayerKind, ...] = (*self.frequencies, *self.kinds)
         return [(part.limit, part.beyond) for part in parts if part.limit is not None]
 
+    def spec(self) -> dict[str, Any]:
+        """What of it the tensors of a chunk depend on, as plain values."""
+        return {
+            "stored_dtype": str(self.dtype),
+            "groups": [
+                {
+                    "layers": list(group.layout.layers),
+                    "key_shape": list(group.layout.key_shape),
+                    "value_shape": list(group.layout.value_shape),
+                    "window": group.window,
+                    "key_rotation": f"{group.key_rotation}@{group.key_rotation.frequency}",
+                    "value_rotation": f"{group.value_rotation}@{group.value_rotation.frequency}",
+                }
+                for group in self.groups
+            ],
+            "inv_freq": [
+                frequency.at_rest().cpu().numpy().tobytes().hex() for frequency in self.frequencies
+            ],
+        }
+
     def unrotated_slot(self, layer: int) -> int:
         """The slot of a layer that no rotation touches: 1, V; or 0, K, where V is rotated (MLA)."""
         for group in self.groups:
@@ -157,6 +177,16 @@ class ModelLayout:
                 f"{self.immovable}; use Combination(), which computes a prompt's chunks together, "
                 "or FullRecompute()"
             )
+
+
+class KeysAndValues(Protocol):
+    """Memory for a chunk, whatever lies between its numbers."""
+
+    def keys(self, group: int) -> Tensor:
+        """K slot of a group, `[layers, heads, tokens, width]`, a view."""
+
+    def values(self, group: int) -> Tensor:
+        """V slot of a group, `[layers, heads, tokens, width]`, a view."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +252,7 @@ class Move:
                     rotated = slot[chosen]  # (layers, heads, tokens, width)
                     table.rotate_into(rotated, [rotated])
 
-    def bring(self, part: ChunkKV, source: ChunkKV) -> None:
+    def bring(self, part: KeysAndValues, source: ChunkKV) -> None:
         """Copy `source` to `part` and rotate its keys, in one pass over the memory."""
         for index, slots in enumerate(self.slots):
             targets = (part.keys(index), part.values(index))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.kv.rotary import StoredPosition
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.models.rotation import ModelLayout
 
 
@@ -103,7 +103,7 @@ class StitchedRow:
         segments: Prefix, if any, and chunks, in models with recurrent layers.
     """
 
-    model: TransformersModel
+    model: LanguageModel
     buffer: KVBuffer
     ids: Tensor
     shape: StitchedPrompt
@@ -218,6 +218,17 @@ def _bring(chunk: ChunkKV, place: ChunkKV, move: Move | None) -> None:
         move.rotate(place)
     else:
         move.bring(place, chunk)
+
+
+def moves_of(
+    layout: ModelLayout, segments: Sequence[Segment], stored: StoredPosition, device: torch.device
+) -> list[Move | None]:
+    """How the keys of each segment get to their positions, None for one that stays.
+
+    Raises:
+        UnsupportedModelError: If a chunk has to move and the model's keys cannot.
+    """
+    return _moves(layout, [_way(one, stored) for one in segments], device)
 
 
 def _way(segment: Segment, stored: StoredPosition) -> tuple[Tensor, Tensor] | None:

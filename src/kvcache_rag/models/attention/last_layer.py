@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcache_rag.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
 
 
 class QueryAttention:
@@ -32,7 +32,7 @@ class QueryAttention:
             heads, tokens, columns)`, with their gradients if these are on.
     """
 
-    def __init__(self, model: TransformersModel, *, with_first: bool = False) -> None:
+    def __init__(self, model: LanguageModel, *, with_first: bool = False) -> None:
         """Make the view.
 
         Args:
@@ -60,7 +60,7 @@ class QueryAttention:
         self.attentions = self._seen[self.layer]
         self.model = view
 
-    def _viewed(self, model: TransformersModel, view: TransformersModel, layer: int) -> list[Any]:
+    def _viewed(self, model: LanguageModel, view: LanguageModel, layer: int) -> list[Any]:
         """A layer's attention in the view, which runs eager code from now on."""
         paths = [
             path

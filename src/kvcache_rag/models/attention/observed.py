@@ -23,13 +23,13 @@ from kvcache_rag.models.cache import HaltedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
 
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
 
 
 @contextmanager
-def observed_attention(model: TransformersModel, tokens: int) -> Iterator[Tensor]:
+def observed_attention(model: LanguageModel, tokens: int) -> Iterator[Tensor]:
     """Count the attention of one forward pass of one row within; afterwards all is as before.
 
     The pass ends in the attention of the last layer and gives no logits.  All of them are to be

@@ -31,7 +31,7 @@ from kvcache_rag.models.cache import HaltedError, growing_cache
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
 
 
 SCALED = "kvcache_rag_scaled"
@@ -287,7 +287,7 @@ def own_code(name: str, why: str) -> str:
 
 @contextmanager
 def weighed_chunks(
-    model: TransformersModel, temperature: float, scale: float, columns: Sequence[tuple[int, int]]
+    model: LanguageModel, temperature: float, scale: float, columns: Sequence[tuple[int, int]]
 ) -> Iterator[None]:
     """Let every forward pass within attend with these weights; afterwards all is as before.
 
@@ -305,14 +305,14 @@ def weighed_chunks(
         yield
 
 
-def ensure_weighable(model: TransformersModel) -> None:
+def ensure_weighable(model: LanguageModel) -> None:
     """Raise `UnsupportedModelError` if the attention of a model cannot be replaced by this one."""
     refusal = why_own_code(model)
     if refusal:
         raise UnsupportedModelError(refusal)
 
 
-def why_own_code(model: TransformersModel) -> str:
+def why_own_code(model: LanguageModel) -> str:
     """Why the attention of a model cannot be replaced by this one, or ""; measured once."""
     if model.model not in _REFUSALS:
         _REFUSALS[model.model] = _measured_refusal(model)
@@ -330,7 +330,7 @@ def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
         IN_FORCE.reset(token)
 
 
-def _measured_refusal(model: TransformersModel) -> str:
+def _measured_refusal(model: LanguageModel) -> str:
     """Why this function cannot stand in for a model's attention, or ""."""
     model.ensure_attends_only("and chunks can be weighed in attention alone; use another policy")
     kinds, name = model.measured.kinds, str(model.config.model_type)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.kv.rotary import Rotation
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.models.rotation import ModelLayout
 
 # Positions for which angles are kept at least; more are worked out when a prompt is longer.
 _POSITIONS = 4096
 
 
-def int8_refusal(model: TransformersModel) -> str:
+def int8_refusal(model: LanguageModel) -> str:
     """Why chunks in 8 bits cannot be attended to where they lie, as a sentence; "" if they can."""
     name, layout = str(model.config.model_type), model.measured
     if model.device.type != "cpu" or layout.dtype != torch.bfloat16:

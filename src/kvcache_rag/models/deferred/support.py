@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from kvcache_rag.kv.chunk import ChunkKV
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.models.rotation import ModelLayout
 
 
@@ -45,7 +45,7 @@ _REFUSALS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDict
 
 
 @contextmanager
-def deferred_rotation(model: TransformersModel) -> Iterator[None]:
+def deferred_rotation(model: LanguageModel) -> Iterator[None]:
     """Let every forward pass within attend to the segments of its cache (see `deferred_cache`).
 
     Passes over other caches, also those of other threads, stay what they are.
@@ -83,14 +83,14 @@ def segments_cache(
     return deferred_cache(HeldSegments.of(table), layout.kinds, buffer)
 
 
-def deferral_refusal(model: TransformersModel) -> str:
+def deferral_refusal(model: LanguageModel) -> str:
     """Why a model cannot attend to chunks where they lie, as a sentence; "" if it can."""
     if model.model not in _REFUSALS:
         _REFUSALS[model.model] = _measured_refusal(model)
     return _REFUSALS[model.model]
 
 
-def _measured_refusal(model: TransformersModel) -> str:
+def _measured_refusal(model: LanguageModel) -> str:
     name = str(model.config.model_type)
     for group in model.measured.groups:
         if group.value_rotation.style != "none":
@@ -110,7 +110,7 @@ def _measured_refusal(model: TransformersModel) -> str:
 class _Probe:
     """Answers a question of three tokens and one more over two chunks, in both ways."""
 
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model, self.layout = model, model.measured
         top = max(2, min(int(model.config.vocab_size), 1000))
         self.ids = torch.arange(3, 3 + 2 * _CHUNK + _QUERY + 1) % top

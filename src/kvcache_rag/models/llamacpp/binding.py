@@ -1,0 +1,373 @@
+"""What is called of llama-cpp-python, and nothing of it elsewhere.
+
+A context is not thread-safe; who calls holds the model's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.models.language import StoppedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Logits: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+
+# ggml's numbers of types.
+CACHE_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 30}
+
+# Tokens of one call at most, and those of them that are computed together.
+_BATCH, _MICRO_BATCH = 2048, 512
+# Cells are asked for in such steps, so that a context serves the next question, too.
+CELL_STEP: Final = 256
+# Sequences of a context that nobody said he needs more of.
+_SEQUENCES = 8
+_ABORTED = 2
+
+
+def library() -> Any:
+    """The functions of llama-cpp-python.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
+    try:
+        from llama_cpp import llama_cpp
+    except ImportError as error:
+        raise MissingExtraError("llama-cpp-python", "llama-cpp") from error
+    _silence(llama_cpp)
+    return llama_cpp
+
+
+_QUIET: list[Any] = []
+
+
+def _silence(lib: Any) -> None:
+    """Pass on what llama.cpp says of errors alone, and that to the log."""
+    if _QUIET:
+        return
+    import logging
+
+    log = logging.getLogger(__name__)
+
+    @lib.llama_log_callback  # type: ignore[untyped-decorator]
+    def say(level: int, text: bytes, _data: Any) -> None:
+        if level >= _LOG_WARNING:
+            log.debug("%s", text.decode(errors="replace").rstrip())
+
+    _QUIET.append(say)  # ctypes keeps no reference
+    lib.llama_log_set(say, None)
+    lib.llama_backend_init()
+
+
+_LOG_WARNING = 3
+
+
+def _uses_extra_buffers(lib: Any) -> bool:
+    """Whether weights may be packed for the CPU's own instructions.
+
+    Not for AMX: compiled by gcc 12, llama.cpp's use of it ends the process at its first product.
+    """
+    return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+
+
+def installed_version() -> str:
+    """What names the llama.cpp that is installed: the binding's version, and its own."""
+    said = getattr(library(), "llama_version", lambda: b"")() or b""
+    return f"{version('llama-cpp-python')} ({said.decode(errors='replace')})"
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How a context is made; part of what names its chunks.
+
+    Attributes:
+        cache_type: Of `CACHE_TYPES`: the dtype of keys and values.
+        flash: Whether attention is flash attention; decides how values lie in a state.
+        least: Fewest cells, where frequencies depend on their number (longrope).
+        most: Most cells, likewise; 0 for any number.
+    """
+
+    cache_type: str = "float16"
+    flash: bool = False
+    least: int = 0
+    most: int = 0
+
+
+class LlamaCpp:
+    """A model that llama.cpp has loaded, and its one context, which is made when it is needed.
+
+    Attributes:
+        path: Its file.
+        options: How contexts are made.
+        generation: How often a context was made or emptied: what was in it is gone.
+        begun: How often prompts were begun anew in it.
+        threads: Gives how many to compute with.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        options: ContextOptions,
+        *,
+        gpu_layers: int,
+        threads: Callable[[], int],
+    ) -> None:
+        """Load a GGUF file, mapped into memory.
+
+        Raises:
+            InvalidInputError: If llama.cpp cannot load it.
+            MissingExtraError: If llama-cpp-python is not installed.
+        """
+        self.lib = library()
+        self.path, self.options, self.threads = path, options, threads
+        self.gpu_layers = gpu_layers
+        parameters = self.lib.llama_model_default_params()
+        parameters.n_gpu_layers = gpu_layers
+        parameters.use_extra_bufts = _uses_extra_buffers(self.lib)
+        self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
+        if not self.model:
+            raise InvalidInputError(
+                f"llama.cpp {installed_version()} cannot load {path}: its architecture or types "
+                'are unknown to it, or memory is short; try backend="transformers"'
+            )
+        self._free_model = weakref.finalize(self, self.lib.llama_model_free, self.model)
+        self.vocab = self.lib.llama_model_get_vocab(self.model)
+        self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
+        self.context: Any = None
+        self.generation = self.begun = self.cells = self.sequences = 0
+        self._free_context: Any = None
+        self._abort: Any = None
+
+    # ---------------------------------------------------------------- what the file says
+
+    def said(self, key: str) -> str | None:
+        """A value of the file's metadata as text; None without one."""
+        room = ctypes.create_string_buffer(1 << 10)
+        length = self.lib.llama_model_meta_val_str(self.model, key.encode(), room, len(room))
+        return None if length < 0 else room.value.decode(errors="replace")
+
+    def number(self, key: str) -> float | None:
+        """A number of the metadata of this architecture; None without one."""
+        text = self.said(f"{self.architecture}.{key}")
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            return None  # a list, one per layer
+
+    @cached_property
+    def architecture(self) -> str:
+        """Its family, as llama.cpp calls it."""
+        return self.said("general.architecture") or "unknown"
+
+    @property
+    def trained_length(self) -> int:
+        """Context window that it was made with."""
+        return int(self.lib.llama_model_n_ctx_train(self.model))
+
+    @property
+    def window(self) -> int:
+        """Sliding window of the layers that have one; 0 without any."""
+        return int(self.lib.llama_model_n_swa(self.model))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state instead of keys and values."""
+        lib = self.lib
+        return bool(
+            lib.llama_model_is_recurrent(self.model) or lib.llama_model_is_hybrid(self.model)
+        )
+
+    @property
+    def has_other_positions(self) -> bool:
+        """Whether a token's position is several numbers (M-RoPE)."""
+        known = (-1, 0, 2)  # none, neighbours, halves
+        return int(self.lib.llama_model_rope_type(self.model)) not in known
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it is a causal language model."""
+        lib = self.lib
+        return bool(
+            lib.llama_model_has_decoder(self.model)
+            and not lib.llama_model_has_encoder(self.model)
+            and not lib.llama_model_is_diffusion(self.model)
+        )
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        is_end = self.lib.llama_vocab_is_eog
+        return tuple(token for token in range(self.vocabulary) if is_end(self.vocab, token))
+
+    def piece(self, token: int) -> str:
+        """A token as the file writes it."""
+        text: bytes = self.lib.llama_vocab_get_text(self.vocab, token) or b""
+        return text.decode(errors="replace")
+
+    # ---------------------------------------------------------------- its context
+
+    def ensure(self, cells: int, sequences: int = 0) -> None:
+        """Have a context of at least so many cells and sequences; an older one is lost with it.
+
+        Raises:
+            InvalidInputError: If llama.cpp has no memory for it.
+        """
+        if self.context and self.cells >= cells and self.sequences >= sequences:
+            return
+        options = self.options
+        cells = max(-(-cells // CELL_STEP) * CELL_STEP, options.least)
+        cells = max(min(cells, options.most or cells), self.cells)
+        sequences = max(sequences, self.sequences, _SEQUENCES)
+        self.close_context()
+        lib = self.lib
+        parameters = lib.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch = cells, min(_BATCH, cells)
+        parameters.n_ubatch = min(_MICRO_BATCH, cells)
+        parameters.n_seq_max = sequences
+        parameters.n_threads = parameters.n_threads_batch = self.threads()
+        # Never "auto", which would decide how values lie in a state.
+        parameters.flash_attn_type = int(options.flash)
+        parameters.type_k = parameters.type_v = CACHE_TYPES[options.cache_type]
+        parameters.kv_unified = True  # sequences share cells, and copying one copies no keys
+        parameters.swa_full = True  # layers with a window drop nothing
+        parameters.no_perf = True
+        made = lib.llama_init_from_model(self.model, parameters)
+        if not made:
+            raise InvalidInputError(
+                f"llama.cpp can make no context of {cells} tokens for {self.path.name}; give a "
+                "smaller context_window, or fewer questions at once"
+            )
+        self.context, self.cells, self.sequences = made, cells, sequences
+        self._free_context = weakref.finalize(self, lib.llama_free, made)
+        self._memory = lib.llama_get_memory(made)
+        self._limit = int(lib.llama_n_batch(made))
+        self.generation += 1
+
+    def close_context(self) -> None:
+        """Free the context."""
+        if self._free_context is not None:
+            self._free_context()
+        self.context, self._free_context, self.cells = None, None, 0
+
+    def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
+        """End passes as soon as `is_stopped` says so; None for no more of that."""
+        if not self.context:
+            return
+        kind = self.lib.ggml_abort_callback
+        self._abort = kind() if is_stopped is None else kind(lambda _data: is_stopped())
+        self.lib.llama_set_abort_callback(self.context, self._abort, None)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: Sequence[bool],
+    ) -> Logits:
+        """Compute tokens behind what their sequences hold.
+
+        Args:
+            tokens: Ids.
+            positions: Of each; of a sequence that is not empty the next ones.
+            sequences: The one of each.
+            wanted: Of which logits are wanted.
+
+        Returns:
+            `(wanted, vocabulary)`, a copy.
+
+        Raises:
+            StoppedError: If it was stopped.
+            RuntimeError: If llama.cpp could not.
+        """
+        lib, rows = self.lib, []
+        count = self.threads()
+        lib.llama_set_n_threads(self.context, count, count)
+        for first in range(0, len(tokens), self._limit):
+            part = slice(first, first + self._limit)
+            rows.append(self._decoded(tokens[part], positions[part], sequences[part], wanted[part]))
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def _decoded(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: Sequence[bool],
+    ) -> Logits:
+        lib, n = self.lib, len(tokens)
+        ids = (lib.llama_seq_id * n)(*sequences)
+        step = ctypes.sizeof(lib.llama_seq_id)
+        pointer = ctypes.POINTER(lib.llama_seq_id)
+        places = (pointer * n)(
+            *(ctypes.cast(ctypes.addressof(ids) + index * step, pointer) for index in range(n))
+        )
+        batch = lib.llama_batch(
+            n,
+            (lib.llama_token * n)(*tokens),
+            None,
+            (lib.llama_pos * n)(*positions),
+            (ctypes.c_int32 * n)(*[1] * n),
+            places,
+            (ctypes.c_int8 * n)(*map(int, wanted)),
+        )
+        code = lib.llama_decode(self.context, batch)
+        if code == _ABORTED:
+            raise StoppedError
+        if code:
+            raise RuntimeError(f"llama.cpp could not compute {n} tokens (code {code})")
+        found = [
+            np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, index), (self.vocabulary,))
+            for index, is_wanted in enumerate(wanted)
+            if is_wanted
+        ]
+        return np.stack(found) if found else np.empty((0, self.vocabulary), np.float32)
+
+    # ---------------------------------------------------------------- its sequences
+
+    def state(self, sequence: int) -> bytearray:
+        """The cells of a sequence as bytes."""
+        lib = self.lib
+        size = lib.llama_state_seq_get_size(self.context, sequence)
+        state = bytearray(size)
+        room = (ctypes.c_uint8 * size).from_buffer(state)
+        if lib.llama_state_seq_get_data(self.context, room, size, sequence) != size:
+            raise RuntimeError("llama.cpp could not write the state of a sequence")
+        return state
+
+    def set_state(self, sequence: int, state: bytearray) -> None:
+        """Fill a sequence, which is emptied first, with cells that we wrote as bytes.
+
+        Raises:
+            RuntimeError: If llama.cpp does not take them.
+        """
+        lib, size = self.lib, len(state)
+        room = (ctypes.c_uint8 * size).from_buffer(state)
+        if lib.llama_state_seq_set_data(self.context, room, size, sequence) != size:
+            raise RuntimeError("llama.cpp could not read the state of a sequence")
+
+    def copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
+        """Let a sequence have the cells of another one, too, at positions `start..stop`."""
+        self.lib.llama_memory_seq_cp(self._memory, source, target, start, stop)
+
+    def remove(self, sequence: int, start: int = -1, stop: int = -1) -> None:
+        """Take cells from a sequence, all or those at positions `start..stop`."""
+        if not self.lib.llama_memory_seq_rm(self._memory, sequence, start, stop):
+            raise RuntimeError("llama.cpp could not drop a part of a sequence")
+
+    def clear(self) -> None:
+        """Empty the context, with its memory."""
+        if self.context:
+            self.lib.llama_memory_clear(self._memory, True)
+            self.generation += 1

@@ -1,0 +1,456 @@
+"""A model that llama.cpp runs: chunks out of its cells, prompts into them.
+
+A prompt of several chunks is one sequence, which sees all of its cells at positions up to its own.
+A chunk is computed in another one, behind the prefix, and read from there.  Stitched, it is written
+as a state whose keys stand where they belong (`state.py`), and joins the prompt's sequence, which
+copies no keys.  llama.cpp's own moving of keys is not used: it rotates those of all cells at every
+question, and scales them again each time where RoPE has a magnitude.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.models.deferred.segments import Segment
+from kvcache_rag.models.drafts import ROW_COST
+from kvcache_rag.models.language import LanguageModel
+from kvcache_rag.models.llamacpp.binding import CACHE_TYPES, installed_version
+from kvcache_rag.models.llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
+from kvcache_rag.models.llamacpp.rope import frequency_sets
+from kvcache_rag.models.llamacpp.state import form_of
+from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
+from kvcache_rag.models.rotation import LayerKind, Move
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
+    from kvcache_rag.models.llamacpp.state import State, StateForm
+    from kvcache_rag.models.rotation import ModelLayout
+
+# Tokens of the self-test: first id and number of a prefix, two chunks and a question.
+_TEST = ((5, 3), (40, 7), (70, 9), (100, 4))
+# How far off a chunk that was brought may be from one that was computed there, of its logits' size.
+# Keys of 16 bits that are rounded twice give 1e-2 at most; quantised weights, whose products round
+# the inputs to 8 bits, up to 0.3; a wrong layout gives 1 and more.
+_ALLOWED: Final = 0.5
+
+
+class LlamaCppModel(LanguageModel):
+    """A GGUF file that llama.cpp runs, as the rest of the package uses it."""
+
+    has_cells = True
+    takes_positions = True
+
+    def __init__(self, model: LlamaCppForCausalLM, *, window: int | None = None) -> None:
+        """Measure the model with a few passes of 12 tokens, and try what will be done with it.
+
+        Args:
+            model: The loaded file.
+            window: Longest prompt plus answer that is wanted; None for the model's own.
+        """
+        self.model, self.config = model, model.config
+        self.llama = model.llama
+        self._settle_length(window)
+        self.device = torch.device("cpu")
+        self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
+        self._form: StateForm | None = None
+        self._prefix: weakref.ref[ChunkKV] | None = None
+        self._prefix_made = 0
+        self._weights = _Weights(model)
+        try:
+            self._refuse()
+            with torch.inference_mode():
+                self.layout = self._measure()
+                if not self.layout.immovable:
+                    self._try_out(self.layout)
+        except UnsupportedModelError as error:
+            self.layout, self.refusal = None, str(error)
+
+    def _settle_length(self, window: int | None) -> None:
+        """With longrope, have contexts on one side of the length where frequencies change.
+
+        Raises:
+            InvalidInputError: If another engine of this model wants the other side.
+        """
+        llama = self.llama
+        if "rope_factors_long" not in self.model.rope_factors:
+            return
+        original = int(llama.number("rope.scaling.original_context_length") or llama.trained_length)
+        is_long = (window or 0) > original
+        least, most = (original + 1, 0) if is_long else (0, original)
+        if llama.context and (llama.options.least, llama.options.most) != (least, most):
+            raise InvalidInputError(
+                f"this model has other frequencies beyond {original} tokens, and another engine of "
+                "it was made for the other side of that; load the file once more"
+            )
+        llama.options = replace(llama.options, least=least, most=most)
+
+    def _refuse(self) -> None:
+        """Raise `UnsupportedModelError` for what llama.cpp would take in silence, and get wrong."""
+        llama = self.llama
+        if llama.is_recurrent:
+            raise UnsupportedModelError(
+                f"{llama.architecture}: some layers are recurrent, and llama.cpp gives a prompt "
+                'the state of its last chunk alone; backend="transformers" stitches such models'
+            )
+        if llama.has_other_positions:
+            raise UnsupportedModelError(
+                f"{llama.architecture}: a token's position is several numbers (M-RoPE), which no "
+                "rotation of ours moves"
+            )
+
+    def _measure(self) -> ModelLayout:
+        llama, name = self.llama, self.llama.architecture
+
+        def capture(ids: Tensor, start: int) -> list[LayerCache]:
+            state = self._alone(ids[0].tolist(), start)
+            return [
+                (keys[None], values[None])
+                for group in range(len(state.parts))
+                for keys, values in zip(
+                    state.keys(group).unbind(0), state.values(group).unbind(0), strict=True
+                )
+            ]
+
+        llama.ensure(llama.options.least or 1)
+        first = self._computed(list(range(5, 8)), 0)
+        form = self._form = form_of(
+            first, self._heads, self.dtype, CACHE_TYPES[llama.options.cache_type]
+        )
+        windows = [llama.window or None] if len(form.groups) == 1 else [None, llama.window]
+        kinds = tuple(
+            LayerKind(window)
+            for group, window in zip(form.groups, windows, strict=True)
+            for _ in group.layers
+        )
+        head = form.groups[0].key_shape[1]
+        is_long = bool(llama.options.least)
+        subject = ProbeSubject(
+            name=name,
+            capture=capture,
+            behind=capture,  # what places count is its position, wherever its cell lies
+            kinds=kinds,
+            frequencies=frequency_sets(llama, head, self.model.rope_factors, is_long=is_long),
+            dtype=self.dtype,
+            vocabulary=llama.vocabulary,
+            limit=min([10**9, *self._windows]),
+            takes_positions=True,
+        )
+        return measure_layout(subject)
+
+    @property
+    def _heads(self) -> list[list[int]]:
+        """Per cache the widths that a head may have."""
+        number, lib, model = self.llama.number, self.llama.lib, self.llama.model
+        whole = lib.llama_model_n_embd(model) // max(1, lib.llama_model_n_head(model))
+        own = int(number("attention.key_length") or whole)
+        return [[own], [int(number("attention.key_length_swa") or own), own]]
+
+    # ---------------------------------------------------------------- passes of our own
+
+    def _computed(self, ids: Sequence[int], start: int) -> bytearray:
+        """The state of tokens that are computed by themselves."""
+        llama = self.llama
+        llama.ensure(len(ids))
+        llama.remove(WORK)
+        self._run(ids, start, WORK)
+        state = llama.state(WORK)
+        llama.remove(WORK)
+        return state
+
+    def _alone(self, ids: Sequence[int], start: int) -> State:
+        return self._known_form.read(self._computed(ids, start))
+
+    def _run(self, ids: Sequence[int], start: int, sequence: int) -> None:
+        """Compute tokens at `start` and behind, which end a sequence, without logits."""
+        n = len(ids)
+        self.llama.decode(ids, range(start, start + n), [sequence] * n, [False] * n)
+
+    @property
+    def _known_form(self) -> StateForm:
+        if self._form is None:
+            raise UnsupportedModelError(self.refusal)
+        return self._form
+
+    def _try_out(self, layout: ModelLayout) -> None:
+        """Try on a small prompt what will be done: a state rebuilt, a chunk brought elsewhere.
+
+        Raises:
+            UnsupportedModelError: If this llama.cpp keeps states in another way than is known, or
+                chunks that are brought are not what it computes in their places.
+        """
+        name, form = self.llama.architecture, self._known_form
+        prefix, other, chunk, asked = (range(first, first + n) for first, n in _TEST)
+        written = self._computed(chunk, 0)
+        if _rebuilt(form, form.read(written)) != written:
+            raise UnsupportedModelError(
+                f"{name}: llama.cpp {installed_version()} writes states in a form that is not "
+                "known here; install a version that is (docs/models.md), or use "
+                'backend="transformers"'
+            )
+        head = self.prefill(None, [prefix])[0]
+        members = [head, *self.prefill(head, [other, chunk])]
+        stop, found = sum(map(len, members)), []
+        for is_brought in (True, False):
+            cache = self.begin([stop + len(asked)])
+            place = 0
+            for member in members:
+                segment = Segment(member, place, place)
+                if is_brought or member is not members[-1]:
+                    self.bring(FIRST, segment, _move(layout, segment))
+                else:
+                    self._compute_there(FIRST, prefix, chunk, place)
+                place = segment.stop
+            cache.is_at(stop, [stop], [0])
+            ids = torch.tensor([[*asked]])
+            found.append(self.forward(ids, cache, torch.arange(stop, stop + len(asked))))
+        self.llama.clear()
+        off = float((found[0] - found[1]).abs().max() / found[1].std())
+        if not off < _ALLOWED:
+            raise UnsupportedModelError(
+                f"{name}: a chunk that is brought to another place is not what llama.cpp computes "
+                f"there (by {off:.2g} standard deviations), so its chunks cannot be stitched"
+            )
+
+    def _compute_there(
+        self, sequence: int, prefix: Sequence[int], chunk: Sequence[int], place: int
+    ) -> None:
+        """Compute a chunk in its place, behind a prefix of its own that nobody else sees."""
+        start = place - len(prefix)
+        self._run([*prefix, *chunk], start, WORK)
+        self.llama.copy(WORK, sequence, place, -1)
+        self.llama.remove(WORK)
+
+    # ---------------------------------------------------------------- chunks
+
+    def prefill(
+        self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], *, halts: bool = True
+    ) -> list[ChunkKV]:
+        llama, start = self.llama, 0 if prefix is None else len(prefix)
+        self.ensure_embedded(torch.tensor([max(map(max, chunks))]))
+        # The longest chunk, and the prefix; what lies there of a prompt is needed no more.
+        llama.ensure(start + max(map(len, chunks)))
+        self._empty_prompts()
+        return [self._prefilled(prefix, start, [*chunk]) for chunk in chunks]
+
+    def _prefilled(self, prefix: ChunkKV | None, start: int, ids: list[int]) -> ChunkKV:
+        llama = self.llama
+        llama.remove(WORK)
+        if prefix is not None and start:
+            self._hold_prefix(prefix)
+            llama.copy(PREFIX, WORK)
+        try:
+            self._run(ids, start, WORK)
+            if start:
+                llama.remove(WORK, 0, start)
+            state = self._known_form.read(llama.state(WORK))
+        finally:
+            llama.remove(WORK)
+        layout = self.measured.chunk_layout
+        tokens = torch.tensor(ids, dtype=torch.int32)  # (tokens,)
+        chunk = ChunkKV(layout, tokens, start, layout.empty(len(ids)))
+        for group in range(len(layout.groups)):
+            # A layer with a window keeps no more than its last tokens, as nobody sees the others.
+            first = start + len(ids) - len(state.positions(group))
+            for slot, found in (
+                (chunk.keys(group), state.keys(group)),
+                (chunk.values(group), state.values(group)),
+            ):
+                slot[..., : first - start, :] = 0
+                slot[..., first - start :, :] = found  # [layers, heads, tokens, width]
+        return chunk
+
+    def _hold_prefix(self, prefix: ChunkKV) -> None:
+        """Have a prefix in its sequence."""
+        held = None if self._prefix is None else self._prefix()
+        if held is prefix and self._prefix_made == self.llama.generation:
+            return
+        segment = Segment(prefix, 0, 0)
+        self.llama.set_state(PREFIX, self._written(segment, None))
+        self._prefix, self._prefix_made = weakref.ref(prefix), self.llama.generation
+
+    def _written(self, segment: Segment, move: Move | None) -> bytearray:
+        """A chunk as a state whose keys stand where it stands in the prompt."""
+        chunk: Any = segment.chunk
+        first = segment.position
+        state = self._known_form.write(range(first, first + len(chunk)))
+        if move is not None:
+            move.bring(state, chunk)
+        else:
+            for group in range(len(chunk.layout.groups)):
+                state.keys(group).copy_(chunk.keys(group))
+                state.values(group).copy_(chunk.values(group))
+        return state.data
+
+    # ---------------------------------------------------------------- prompts
+
+    def begin(self, capacities: Sequence[int], *, beams: int = 1, spare: int = 0) -> CellsCache:
+        """An empty cache of new rows; what earlier rows held is gone.
+
+        Args:
+            capacities: Tokens of each row at most, those that it will generate included.
+            beams: How many times each may be repeated.
+            spare: Tokens of a chunk that may lie beside the rows while it is brought.
+        """
+        llama, rows = self.llama, len(capacities)
+        prefix = 0 if self._prefix is None or (held := self._prefix()) is None else len(held)
+        llama.ensure(sum(capacities) + prefix + spare, FIRST + 2 * beams * rows)
+        self._empty_prompts()
+        return CellsCache(llama, range(FIRST, FIRST + rows))
+
+    def _empty_prompts(self) -> None:
+        for sequence in range(WORK, self.llama.sequences):
+            self.llama.remove(sequence)
+        self.llama.begun += 1
+
+    def bring(
+        self,
+        sequence: int,
+        segment: Segment,
+        move: Move | None,
+        again: Tensor | None = None,
+    ) -> None:
+        """Append a chunk to a prompt's sequence.
+
+        Args:
+            sequence: The prompt's.
+            segment: The chunk and its place.
+            move: From where its keys stand to that place; None where they stand there.
+            again: `(tokens,)` bool, tokens that are computed again, in order of their places: each
+                sees what stands before it.  None for none.
+        """
+        llama, first = self.llama, segment.position
+        llama.set_state(WORK, self._written(segment, move))
+        if again is None or not bool(again.any()):
+            llama.copy(WORK, sequence)
+        else:
+            ids = segment.chunk.tokens.tolist()
+            for start, stop, is_again in _runs(again):
+                if is_again:
+                    self._run(ids[start:stop], first + start, sequence)
+                else:
+                    llama.copy(WORK, sequence, first + start, first + stop)
+        llama.remove(WORK)
+
+    def new_cache(self, mask: Tensor, *, room: int, beams: int = 1) -> CellsCache:
+        rows, width = mask.shape
+        cache = self.begin([width + room] * rows, beams=beams)
+        padding = (width - mask.sum(1)).tolist()
+        cache.is_at(0, padding, padding)
+        return cache
+
+    def forward(
+        self, ids: Tensor, cache: Any, positions: Tensor, *, mask: Any = None, keep: int = 0
+    ) -> Tensor:
+        if mask is not None:
+            raise UnsupportedModelError("llama.cpp takes no mask of its own for each token")
+        if cache is None:
+            cache = self.begin([ids.shape[1]] * ids.shape[0])
+        logits: Tensor = self.model(ids, past_key_values=cache, logits_to_keep=keep).logits
+        return logits
+
+    @contextmanager
+    def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
+        if cancelled is None:
+            yield
+            return
+        self.llama.stop_when(cancelled.is_set)
+        try:
+            yield
+        finally:
+            self.llama.stop_when(None)
+
+    def forget(self) -> None:
+        self._prefix = None
+        self.llama.clear()
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def weights(self) -> _Weights:
+        return self._weights
+
+    def spec(self) -> dict[str, Any]:
+        return {"model": self.weights.identity, **self.measured.spec()}
+
+    @property
+    def _windows(self) -> list[int]:
+        return [self.llama.trained_length]
+
+    @property
+    def row_cost(self) -> float:
+        return ROW_COST
+
+    def ensure_embedded(self, ids: Tensor) -> None:
+        highest = int(ids.max()) if ids.numel() else 0
+        if highest >= self.llama.vocabulary:
+            raise InvalidInputError(
+                f"token {highest} is beyond the model's {self.llama.vocabulary} embeddings; use "
+                "the tokenizer of the file as it is"
+            )
+
+    def ensure_recomputable(self) -> None:
+        raise UnsupportedModelError(
+            f"{self.config.model_type}: llama.cpp gives neither attention nor keys of single "
+            "layers to choose tokens by; use BestLast(), LegoLink(n), CacheClip(), Reuse(), "
+            'Combination() or FullRecompute(), or backend="transformers"'
+        )
+
+
+class _Weights:
+    """What names the weights of a file in llama.cpp: they do not change."""
+
+    def __init__(self, model: LlamaCppForCausalLM) -> None:
+        llama = model.llama
+        self.identity: dict[str, Any] = {
+            "gguf": model.file_digest,
+            "llama.cpp": installed_version(),
+            "cache": llama.options.cache_type,
+            "flash": llama.options.flash,
+            "long": bool(llama.options.least),
+        }
+
+    def are_unchanged(self) -> bool:
+        return True
+
+    def follow(self) -> dict[str, Any]:
+        return self.identity
+
+    def written(self) -> None:
+        """Nothing writes them."""
+
+
+def _move(layout: ModelLayout, segment: Segment) -> Move | None:
+    """How keys that stand where they were computed get to their place."""
+    if not segment.distance:
+        return None
+    old = segment.chunk.start + torch.arange(len(segment))
+    return Move.of(layout, old, old + segment.distance, torch.device("cpu"))
+
+
+def _runs(chosen: Tensor) -> Iterator[tuple[int, int, bool]]:
+    """Runs `start..stop` of tokens that are alike."""
+    values, start = chosen.tolist(), 0
+    for stop in range(1, len(values) + 1):
+        if stop == len(values) or values[stop] != values[start]:
+            yield start, stop, values[start]
+            start = stop
+
+
+def _rebuilt(form: StateForm, state: State) -> bytearray:
+    """A state written anew from what was read of another one."""
+    again = form.write(state.positions(0), WORK)
+    for group in range(len(state.parts)):
+        again.keys(group).copy_(state.keys(group))
+        again.values(group).copy_(state.values(group))
+    return again.data
