@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.prompt.renderer import PromptIds
     from kvcache_rag.stitching.stitch import StitchedPrompt
+
 
 def rounding(family: str) -> float:
     """How far float32 logits of the same layout may be apart, in their standard deviations.

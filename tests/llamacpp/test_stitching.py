@@ -1,7 +1,8 @@
 """A stitched prompt is what llama.cpp itself computes of that layout.
 
-The reference (`own.py`) computes each chunk where it stands, behind a copy of the prefix of its own,
-and lets the query see prefix and chunks.  No key is turned there, and no state is read or written.
+The reference (`own.py`) computes each chunk where it stands, behind a copy of the prefix of its
+own, and lets the query see prefix and chunks.  No key is turned there, and no state is read or
+written.
 
 Errors are differences of logits over their standard deviation; what is measured of float32 stands
 in `asking.rounding`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +23,7 @@ from llamacpp.asking import ids_of, opened, parts, rounding, without_prefix
 from llamacpp.ggufs import FAMILIES, LENGTH
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.models.rotation import Move
 
@@ -183,24 +186,20 @@ def _turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _unturned(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LlamaCppModel.bring
-    monkeypatch.setattr(
-        LlamaCppModel,
-        "bring",
-        lambda self, sequence, segment, move, again=None: real(self, sequence, segment, None, again),
-    )
+
+    def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
+        real(self, sequence, segment, None, again)
+
+    monkeypatch.setattr(LlamaCppModel, "bring", bring)
 
 
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     real = LlamaCppModel.bring
-    monkeypatch.setattr(
-        LlamaCppModel,
-        "bring",
-        lambda self, sequence, segment, move, again=None: real(
-            self, sequence, replace(segment, position=segment.position // 2), move, again
-        ),
-    )
+
+    def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
+        real(self, sequence, replace(segment, position=segment.position // 2), move, again)
+
+    monkeypatch.setattr(LlamaCppModel, "bring", bring)
 
 
 def _values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +227,7 @@ def _without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an earlier prompt left is in the sequence of the next one."""
-    monkeypatch.setattr(LlamaCppModel, "_empty_prompts", lambda self: None)
+    monkeypatch.setattr(LlamaCpp, "empty", lambda self, *, wipe=False: None)
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -238,6 +236,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "chunks stand elsewhere": _elsewhere,
     "two layers' values are exchanged": _values_exchanged,
     "the prefix is missing": _without_the_prefix,
+    "cells of before are still there": _stale,
 }
 
 
@@ -246,8 +245,11 @@ def test_the_law_would_notice(
     family: str, files: Files, own: Decoder, mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(files(family))
+    engine.generate(
+        "What was before?", [text[::-1] for text in TEXTS], policy=Reuse(), max_new_tokens=4
+    )
     MUTANTS[mutant](monkeypatch)
-    expected = own(files(family)).stitched(*parts(ids_of(engine)))
+    expected = own(files(family)).stitched(*parts(ids_of(engine, TEXTS)))
     try:
         found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     except RuntimeError:
