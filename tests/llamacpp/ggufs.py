@@ -36,8 +36,8 @@ class Family:
         head: Width of a head.
         values: Further metadata of the architecture.
         form: What its layers consist of: `plain`, or of `biases`, `norms` of keys and queries,
-            norms `behind` them, tensors that are `fused`, or `convolutions`.
-        factors: Whether it has factors of longrope.
+            norms `behind` them, tensors that are `fused`, both halves `parallel`, `convolutions`.
+        factors: Tensors that divide frequencies, and how steeply they rise.
     """
 
     architecture: str
@@ -47,7 +47,7 @@ class Family:
     head: int = WIDTH // HEADS
     values: dict[str, Any] = field(default_factory=dict)
     form: str = "plain"
-    factors: bool = False
+    factors: dict[str, float] = field(default_factory=dict)
 
 
 _YARN = {
@@ -63,6 +63,9 @@ FAMILIES: Final = {
         "linear scaling, no grouped heads",
         kv_heads=HEADS,
         values={"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    ),
+    "llama freqs": Family(
+        "llama", "frequencies divided by a tensor, as of Llama 3", factors={"rope_freqs": 0.7}
     ),
     "qwen2": Family("qwen2", "halves are rotated, biases", form="biases"),
     "qwen2 yarn": Family("qwen2", "YaRN, keys have a magnitude", form="biases", values=_YARN),
@@ -80,11 +83,23 @@ FAMILIES: Final = {
             "rope.freq_base": 1e6,
         },
     ),
+    "cohere2": Family(
+        "cohere2",
+        "every other layer has a window, and the others rotate nothing",
+        layers=4,
+        form="parallel",
+        values={
+            "attention.sliding_window": WINDOW,
+            "attention.sliding_window_pattern": 2,
+            "attention.layer_norm_epsilon": 1e-5,
+            "logit_scale": 0.25,
+        },
+    ),
     "phi3": Family(
         "phi3",
         "longrope, keys have a magnitude, fused tensors",
         form="fused",
-        factors=True,
+        factors={"rope_factors_long": 0.9, "rope_factors_short": 0.05},
         values={
             "rope.scaling.original_context_length": ORIGINAL,
             "rope.scaling.attn_factor": 1.19,
@@ -120,9 +135,8 @@ def write(path: Path, name: str, *, seed: int = 0) -> Path:
     for tensor, shape in _shapes(family):
         if tensor.endswith("norm.weight"):
             values = 1 + 0.1 * random.standard_normal(shape)
-        elif tensor.startswith("rope_factors"):
-            steepness = 0.9 if "long" in tensor else 0.05
-            values = 1 + steepness * np.arange(shape[0])
+        elif tensor.startswith("rope_"):
+            values = 1 + family.factors[tensor.removesuffix(".weight")] * np.arange(shape[0])
         elif tensor.endswith("bias"):
             values = 0.2 * random.standard_normal(shape)
         else:
@@ -179,9 +193,8 @@ def _shapes(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (vocabulary, WIDTH)
     last = "token_embd_norm" if family.form == "convolutions" else "output_norm"
     yield f"{last}.weight", (WIDTH,)
-    if family.factors:
-        for length in ("long", "short"):
-            yield f"rope_factors_{length}.weight", (family.head // 2,)
+    for name in family.factors:
+        yield f"{name}.weight", (family.head // 2,)
     for layer in range(family.layers):
         for name, shape in _layer(family, layer):
             yield f"blk.{layer}.{name}", shape
@@ -189,7 +202,8 @@ def _shapes(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _layer(family: Family, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attn_norm.weight", (WIDTH,)
-    yield "ffn_norm.weight", (WIDTH,)
+    if family.form != "parallel":
+        yield "ffn_norm.weight", (WIDTH,)
     yield "ffn_down.weight", (WIDTH, FEED)
     if family.form == "fused":
         yield "ffn_up.weight", (2 * FEED, WIDTH)
