@@ -101,15 +101,15 @@ class Own:
 
     def answer(
         self, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int], n: int
-    ) -> list[int]:
-        """The likeliest `n` tokens behind such a prompt."""
-        logits = self.stitched(prefix, chunks, query)
-        place, said = len(prefix) + sum(map(len, chunks)) + len(query), list[int]()
+    ) -> tuple[list[int], Tensor]:
+        """The likeliest `n` tokens behind such a prompt, and the logits of each."""
+        logits = self.stitched(prefix, chunks, query)[-1:]
+        place, said, rows = len(prefix) + sum(map(len, chunks)) + len(query), list[int](), [logits]
         while len(said) < n:
-            said.append(int(logits[-1].argmax()))
-            logits = self._decode(said[-1:], place, _ASKED, 1)
+            said.append(int(rows[-1].argmax()))
+            rows.append(self._decode(said[-1:], place, _ASKED, 1))
             place += 1
-        return said
+        return said, torch.cat(rows[:n])
 
     # ---------------------------------------------------------------- how
 
