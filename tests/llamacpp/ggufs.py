@@ -191,6 +191,8 @@ def _metadata(writer: Any, family: Family) -> None:
 def _shapes(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     vocabulary = len(byte_tokenizer().get_vocab())
     yield "token_embd.weight", (vocabulary, WIDTH)
+    if family.form != "parallel":  # else the same
+        yield "output.weight", (vocabulary, WIDTH)
     last = "token_embd_norm" if family.form == "convolutions" else "output_norm"
     yield f"{last}.weight", (WIDTH,)
     for name in family.factors:
