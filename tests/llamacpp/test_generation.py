@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from laws import LONG_QUESTION, QUESTION, TEXTS, TURNS, Recorder, error
@@ -145,15 +146,16 @@ def test_beams_of_a_batch(both: tuple[Engine, Engine]) -> None:
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
-def test_beams_take_the_cells_that_they_need(files: Files) -> None:
-    """Law: also when all of them are different to the end."""
-    engine = opened(files("llama"))
-    options: dict[str, Any] = {"num_beams": 6, "length_penalty": 0.0, "early_stopping": False}
-    options |= {"max_new_tokens": 150, "min_new_tokens": 150, "policy": Reuse()}
-    answer = engine.generate(QUESTION, TEXTS, **options)
-    assert len(answer.token_ids) == 150
-    full = {**options, "policy": FullRecompute()}
-    assert len(engine.generate(QUESTION, TEXTS, **full).token_ids) == 150
+def test_beams_have_cells_when_all_of_them_differ(engine: Engine) -> None:
+    """Law: of many beams each may go its own way to the end."""
+    model, ids = access.adapter(engine), torch.arange(10, 14)[None]
+    cache = model.new_cache(torch.ones_like(ids), room=60, beams=6)
+    model.forward(ids, cache, torch.arange(4), keep=1)
+    cache.batch_repeat_interleave(6)
+    for step in range(60):
+        tokens = 20 + 6 * step % 97 + torch.arange(6)[:, None]  # (6, 1)
+        logits = model.forward(tokens, cache, torch.tensor([4 + step]), keep=1)
+    assert len({*map(tuple, logits[:, 0].tolist())}) == 6
 
 
 def test_beams_behind_windows(engine: Engine) -> None:
