@@ -22,7 +22,12 @@ from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.language import LanguageModel
-from kvcache_rag.models.llamacpp.binding import CACHE_TYPES, CELL_STEP, installed_version
+from kvcache_rag.models.llamacpp.binding import (
+    CACHE_TYPES,
+    CELL_STEP,
+    LlamaCppError,
+    installed_version,
+)
 from kvcache_rag.models.llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
 from kvcache_rag.models.llamacpp.rope import frequency_sets
 from kvcache_rag.models.llamacpp.state import form_of
@@ -75,6 +80,8 @@ class LlamaCppModel(LanguageModel):
                     self._try_out(self.layout)
             except UnsupportedModelError as error:
                 self.layout, self.refusal = None, str(error)
+            except LlamaCppError as error:
+                self.layout, self.refusal = None, f"{self.llama.architecture}: {error}"
 
     def _settle_length(self, window: int | None) -> None:
         """With longrope, have contexts on one side of the length where frequencies change.
@@ -284,7 +291,7 @@ class LlamaCppModel(LanguageModel):
             order = sorted(range(len(positions)), key=positions.__getitem__)
             wanted = [*range(chunk.start + first, chunk.start + stop)]
             if [positions[place] for place in order] != wanted:
-                raise RuntimeError("llama.cpp gave other cells of a chunk than were computed")
+                raise LlamaCppError("llama.cpp gave other cells of a chunk than were computed")
             for slot, found in (
                 (chunk.keys(group), state.keys(group)),
                 (chunk.values(group), state.values(group)),
