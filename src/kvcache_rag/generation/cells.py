@@ -73,7 +73,6 @@ class CellsFiller(ContextFiller):
     def _held(self, prompt: Prompt) -> ContextRow:
         """Find the context of a prompt where it lies, and choose tokens."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
-        self._refuse(prompt)
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.hold(prompt.chunks, scheme, {}, adjacent=adjacent)
@@ -93,8 +92,7 @@ class CellsFiller(ContextFiller):
             heard_query=signals.heard_query,
         )
 
-    def _refuse(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedModelError` for what llama.cpp cannot do."""
+    def ensure_possible(self, prompt: Prompt) -> None:
         policy = prompt.policy
         if policy.chooses_tokens and not policy.needs_scorer and not policy.is_reuse:
             self.model.ensure_recomputable()

@@ -337,6 +337,9 @@ class ContextFiller:
         if rotation == "deferred":
             deferral_refusal(model)
 
+    def ensure_possible(self, prompt: Prompt) -> None:
+        """Raise `UnsupportedModelError` if chunks cannot be used as a prompt's policy wants."""
+
     def fill(self, prompts: Sequence[Prompt]) -> Context:
         """Bring the contexts of a batch, of one or more prompts whose requests are alike.
 
