@@ -75,7 +75,7 @@ def test_a_batch_is_its_singles(engine: Engine, policy: ReusePolicy) -> None:
     singles = [engine.generate(*asked, **options) for asked in ASKED]
     batch = engine.generate_batch(ASKED, **options)
     assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
-    assert len({one.token_ids for one in batch}) == len(ASKED), "they are not all the same"
+    assert len({one.token_ids for one in batch}) > 1
 
 
 def test_a_batch_of_more_rows_than_a_context_had(engine: Engine) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from laws import QUESTION, TEXTS
+from laws import QUESTION, TEXTS, error
 from llamacpp import ggufs
-from llamacpp.asking import Picked, ids_of, opened
+from llamacpp.asking import Picked, ids_of, opened, rounding
 from small import make_tokenizer
 from zoo import byte_tokenizer
 
@@ -86,6 +86,26 @@ def test_models_that_cannot_be_stitched_answer_by_full_prefill(
         [(QUESTION, TEXTS), ("x", TEXTS[:1])], policy=FullRecompute(), max_new_tokens=5
     )
     assert batch[0].token_ids == answer.token_ids
+
+
+def test_keys_that_cannot_be_moved_stay_where_they_are(files: Files, own: Decoder) -> None:
+    """Law: with learned positions one chunk is reused in its place, and several are refused."""
+    engine, alone = opened(files("mpt learned")), own(files("mpt learned"))
+    assert "learned absolute positions" in engine.refusal
+    with pytest.warns(UserWarning, match=r"learned absolute.*; it answers by full prefill"):
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    said, _ = alone.answer([], [], [*ids_of(engine).all], 5)
+    assert [*answer.token_ids] == said
+    ids = ids_of(engine, TEXTS[:1])
+    for misses in (1, 0):
+        one = engine.generate(QUESTION, TEXTS[:1], policy=Reuse(), max_new_tokens=5)
+        assert one.metrics.misses == misses
+        said, logits = alone.answer([], [], [*ids.all], 5)
+        assert [*one.token_ids] == said
+    found = engine.logits(QUESTION, TEXTS[:1], policy=Reuse())
+    assert error(found[-1:], logits[:1]) < rounding("mpt")
+    with pytest.raises(UnsupportedModelError, match="learned absolute positions"):
+        engine.generate(QUESTION, TEXTS, policy=Reuse())
 
 
 # ---------------------------------------------------------------------- policies
