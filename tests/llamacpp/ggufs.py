@@ -118,6 +118,21 @@ FAMILIES: Final = {
 }
 """Those whose chunks are stitched."""
 
+LIMITED: Final = {
+    "mistral3": Family(
+        "mistral3",
+        "queries are scaled by position, YaRN with turns of its own",
+        values={
+            **_YARN,
+            "rope.scaling.original_context_length": ORIGINAL,
+            "rope.scaling.yarn_beta_fast": 8.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "attention.temperature_scale": 0.4,
+        },
+    ),
+}
+"""Those whose chunks are stitched up to some length."""
+
 REFUSED: Final = {
     "lfm2": Family(
         "lfm2",
@@ -145,7 +160,7 @@ REFUSED: Final = {
 
 def write(path: Path, name: str, *, seed: int = 0) -> Path:
     """The file of a family, with weights by `seed`."""
-    family = (FAMILIES | REFUSED)[name]
+    family = (FAMILIES | LIMITED | REFUSED)[name]
     writer: Any = gguf.GGUFWriter(str(path), family.architecture)
     random = np.random.default_rng(seed)
     _metadata(writer, family)
