@@ -1,4 +1,4 @@
-"""Whose chunks are found: those of the same file, of the same kind of cache, of the same version."""
+"""Whose chunks are found: those of the same file, of the same kind of cache, the same version."""
 
 from __future__ import annotations
 
