@@ -20,6 +20,7 @@ from kvcache_rag import (
     Combination,
     DiskStore,
     Engine,
+    FullRecompute,
     Int4,
     Int8,
     LegoLink,
@@ -30,6 +31,7 @@ from kvcache_rag import (
 )
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.llamacpp.binding import LlamaCpp
+from kvcache_rag.models.llamacpp.cells import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,14 +145,28 @@ def test_of_a_deleted_namespace_nothing_is_left(
         wiped.append(data)
         real(memory, data)
 
-    before = max(map(len, caches(llama.context, llama.sequences)))
+    held = caches(llama.context, llama.sequences)
+    assert max(map(len, held)) > 1000
     monkeypatch.setattr(llama.lib, "llama_memory_clear", clear)
     assert engine.delete_namespace() == len(TEXTS) + 1  # and the prefix
-    after = max(map(len, caches(llama.context, llama.sequences)))
-    assert before > 1000
-    assert after < 100, "a sequence has cells"
     assert wiped == [True]
+    assert llama.context is None
+    assert engine.generate(QUESTION, max_new_tokens=1, policy=FullRecompute()).token_ids
+    held = caches(llama.context, llama.sequences)
+    alone = len(engine.tokenize(QUESTION).all)
+    assert [len(one) > 100 for one in held].count(True) == 1, "sequences of before"
+    assert struct.unpack_from("<I", held[FIRST], 12)[0] == alone
     assert asked(engine).metrics.misses == len(TEXTS)
+
+
+def test_memory_that_is_given_back(family: str, files: Files) -> None:
+    engine = opened(files(family))
+    expected = asked(engine).token_ids
+    llama = access.adapter(engine).llama
+    engine.forget_buffer()
+    assert llama.context is None
+    answer = asked(engine)
+    assert (answer.token_ids, answer.metrics.misses) == (expected, 0)
 
 
 # ---------------------------------------------------------------------- what is damaged, or lies

@@ -115,7 +115,8 @@ class LlamaCpp:
     Attributes:
         path: Its file.
         options: How contexts are made.
-        begun: How often a context was made or emptied: what was in it is gone.
+        begun: How often the context was emptied or freed: what was in it is gone.
+        is_settled: Whether an engine has said how contexts are made.
         together: Tokens of one call that are computed together at most.
         threads: Gives how many to compute with.
     """
@@ -150,6 +151,7 @@ class LlamaCpp:
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
         self.context: Any = None
+        self.is_settled = False
         self.begun = self.cells = self.sequences = self.together = 0
         self._free_context: Any = None
         self._abort: Any = None
@@ -257,13 +259,13 @@ class LlamaCpp:
         self._free_context = weakref.finalize(self, lib.llama_free, made)
         self._memory = lib.llama_get_memory(made)
         self._limit = int(lib.llama_n_batch(made))
-        self.begun += 1
 
     def close_context(self) -> None:
         """Free the context."""
         if self._free_context is not None:
             self._free_context()
         self.context, self._free_context, self.cells = None, None, 0
+        self.begun += 1
 
     def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
         """End passes as soon as `is_stopped` says so; None for no more of that."""

@@ -100,12 +100,12 @@ class LlamaCppModel(LanguageModel):
         is_long = (window or 0) > original
         # llama.cpp makes contexts of whole steps.
         least, most = (original + 1, 0) if is_long else (0, original // CELL_STEP * CELL_STEP)
-        if llama.context and (llama.options.least, llama.options.most) != (least, most):
+        if llama.is_settled and (llama.options.least, llama.options.most) != (least, most):
             raise InvalidInputError(
                 f"this model has other frequencies beyond {original} tokens, and another engine of "
                 "it was made for the other side of that; load the file once more"
             )
-        llama.options = replace(llama.options, least=least, most=most)
+        llama.options, llama.is_settled = replace(llama.options, least=least, most=most), True
 
     def _refuse(self) -> None:
         """Raise `UnsupportedModelError` for what llama.cpp would take in silence, and get wrong."""
@@ -408,6 +408,7 @@ class LlamaCppModel(LanguageModel):
 
     def forget(self) -> None:
         self.llama.empty(wipe=True)
+        self.llama.close_context()
 
     # ---------------------------------------------------------------- what it is
 
