@@ -375,7 +375,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             device=self.device,
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
-            adapter=chosen_adapter(self.model, self.adapter, self.backend),
+            adapter=chosen_adapter(self.model, self.adapter),
             weight_format=self.weight_format,
             backend=self.backend,
         )
