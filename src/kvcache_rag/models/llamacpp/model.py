@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from kvcache_rag.models.llamacpp.state import State, StateForm
     from kvcache_rag.models.rotation import ModelLayout
 
-# As `drafts.ROW_COST`: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a Qwen2.5 of 0.5B in Q4_K_M,
-# on a processor.
+# As `drafts.ROW_COST`, on a processor: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a Qwen2.5
+# of 0.5B in Q4_K_M.
 _ROW_COST: Final = 0.3
 # Tokens of the self-test: first id and number of a prefix, two chunks and a question.
 _TEST = ((5, 3), (40, 7), (70, 9), (100, 4))
@@ -358,7 +358,7 @@ class LlamaCppModel(LanguageModel):
             raise UnsupportedModelError("llama.cpp takes no mask of its own for each token")
         if cache is None:
             cache = self.begin([ids.shape[1]] * ids.shape[0])
-        logits: Tensor = self.model(ids, past_key_values=cache, logits_to_keep=keep).logits
+        logits: Tensor = self.model(ids, cache, keep).logits
         return logits
 
     @contextmanager
