@@ -56,8 +56,8 @@ def load_llama(
     refuse_unknown(options, (*_OPTIONS, *_HUB), 'option of backend="llama.cpp"')
     if weight_format not in ("auto", "plain"):
         raise InvalidInputError(
-            'backend="llama.cpp" has weights as the file has them; leave weight_format out, or name '
-            "a file of other weights"
+            f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '
+            "weight_format out, or name a file of such weights"
         )
     if adapter is not None:
         raise InvalidInputError(
