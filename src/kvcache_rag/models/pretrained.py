@@ -278,11 +278,16 @@ def language_model(
         UnsupportedModelError: If it is spread over several devices, or partly on none.
         InvalidInputError: As for `TransformersModel`.
     """
-    if getattr(model, "llama", None) is not None:
+    if is_llama(model):
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
         return LlamaCppModel(model, window=window)
     return TransformersModel(model, packed_attention=packed_attention, window=window)
+
+
+def is_llama(model: Any) -> bool:
+    """Whether llama.cpp has loaded a model."""
+    return getattr(model, "llama", None) is not None
 
 
 def note_name(model: Any, name: str) -> None:
@@ -304,13 +309,19 @@ def name_of(model: Any) -> str:
     return f"{folder.removeprefix('models--').replace('--', '/')}@{path.name[:8]}"
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, backend: Backend = "transformers") -> None:
     """Say before hours of work whether a model is there.
 
     Raises:
         InvalidInputError: If it is not, or cannot be read.
+        MissingExtraError: If llama-cpp-python is needed and not installed.
     """
     resolved = resolve(name)
+    if backend == "llama.cpp":
+        from kvcache_rag.models.llamacpp.loading import file_of
+
+        file_of(name, {})
+        return
     if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
         return
     _check_folder(resolved, name, "")
@@ -334,15 +345,18 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
 
 
 def brought_template(
-    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
+    name: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    backend: Backend = "transformers",
 ) -> PromptTemplate | None:
     """The prompt template that an adapter brings along in its folder, else its model, if any.
 
     Args:
         name: Of the model.
         adapter: As for `chosen_adapter`.
+        backend: What runs the model.
     """
-    adapter = chosen_adapter(name, adapter)
+    adapter = chosen_adapter(name, adapter, backend)
     found = None if adapter is None else adapter_template(adapter)
     if found is not None:
         return found

@@ -172,6 +172,11 @@ class LlamaCpp:
         return self.said("general.architecture") or "unknown"
 
     @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(self.lib.llama_model_n_params(self.model))
+
+    @property
     def trained_length(self) -> int:
         """Context window that it was made with."""
         return int(self.lib.llama_model_n_ctx_train(self.model))

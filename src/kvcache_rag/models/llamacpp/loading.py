@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
+from kvcache_rag.models.adapters import NO_ADAPTER
 from kvcache_rag.models.gguf import GgufHeader, file_digest
 from kvcache_rag.models.llamacpp.binding import (
     CACHE_TYPES,
@@ -20,6 +21,7 @@ from kvcache_rag.models.pretrained import gguf_of, load_tokenizer, note_name, re
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _OPTIONS: Final = ("flash_attn", "n_gpu_layers", "n_threads")
 _HUB: Final = ("gguf_file", "revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -54,22 +56,8 @@ def load_llama(
         MissingExtraError: If llama-cpp-python or gguf is not installed.
     """
     refuse_unknown(options, (*_OPTIONS, *_HUB), 'option of backend="llama.cpp"')
-    if weight_format not in ("auto", "plain"):
-        raise InvalidInputError(
-            f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '
-            "weight_format out, or name a file of such weights"
-        )
-    if adapter is not None:
-        raise InvalidInputError(
-            f'backend="llama.cpp" takes no PEFT adapter, and {os.fspath(adapter)!r} was asked for; '
-            'say adapter="none", or use backend="transformers"'
-        )
-    path = gguf_of(resolve(name), dict(options))
-    if path is None:
-        raise InvalidInputError(
-            f'backend="llama.cpp" runs GGUF files, and {os.fspath(name)!r} is none; name one, or '
-            'give gguf_file= with its folder or hub id, or use backend="transformers"'
-        )
+    check_weights(adapter, weight_format)
+    path = file_of(name, options)
     header = GgufHeader.read(path)
     llama = LlamaCpp(
         path,
@@ -90,6 +78,46 @@ def load_llama(
     )
     note_name(model, os.fspath(name))
     return model, tokenizer
+
+
+def file_of(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
+    """The file that a name means.
+
+    Args:
+        name: As for `load_llama`, like `options`.
+        options: With `gguf_file` and where that lies.
+
+    Raises:
+        InvalidInputError: If it is no GGUF file.
+        MissingExtraError: If llama-cpp-python is not installed.
+    """
+    path = gguf_of(resolve(name), dict(options))
+    if path is None:
+        raise InvalidInputError(
+            f'backend="llama.cpp" runs GGUF files, and {os.fspath(name)!r} is none; name one, or '
+            'give gguf_file= with its folder or hub id, or use backend="transformers"'
+        )
+    library()
+    return path
+
+
+def check_weights(adapter: str | os.PathLike[str] | None, weight_format: str) -> None:
+    """Raise `InvalidInputError` for weights that are not the file's.
+
+    Args:
+        adapter: As it was asked for; None or "none" for none.
+        weight_format: As for `load_llama`.
+    """
+    if weight_format not in ("auto", "plain"):
+        raise InvalidInputError(
+            f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '
+            "weight_format out, or name a file of such weights"
+        )
+    if adapter is not None and adapter != NO_ADAPTER:
+        raise InvalidInputError(
+            f'backend="llama.cpp" takes no PEFT adapter, and {os.fspath(adapter)!r} was asked for; '
+            'say adapter="none", or use backend="transformers"'
+        )
 
 
 def _cache_type(dtype: torch.dtype | str) -> str:

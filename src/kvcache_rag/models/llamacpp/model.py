@@ -231,6 +231,30 @@ class LlamaCppModel(LanguageModel):
         self.llama.copy(WORK, sequence, place, -1)
         self.llama.remove(WORK)
 
+    def logits_in_place(
+        self, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int]
+    ) -> Tensor:
+        """What llama.cpp makes of a stitched prompt by itself, each chunk computed where it stands.
+
+        Args:
+            prefix: Ids before the chunks, one at least.
+            chunks: Ids of each, which sees the prefix and no other chunk.
+            query: Ids behind them.
+
+        Returns:
+            `(query, vocabulary)` float32.
+        """
+        sizes = [len(prefix), *map(len, chunks)]
+        cache = self.begin([sum(sizes) + len(query)], spare=sizes[0] + max(sizes))
+        self._run(prefix, 0, FIRST)
+        place = sizes[0]
+        for chunk in chunks:
+            self._compute_there(FIRST, prefix, chunk, place)
+            place += len(chunk)
+        cache.is_at(place, [place], [0])
+        positions = torch.arange(place, place + len(query))
+        return self.forward(torch.tensor([[*query]]), cache, positions)[0]
+
     # ---------------------------------------------------------------- chunks
 
     def prefill(
@@ -381,7 +405,11 @@ class LlamaCppModel(LanguageModel):
         return self._weights
 
     def spec(self) -> dict[str, Any]:
-        return {"model": self.weights.identity, **self.measured.spec()}
+        return {
+            "model": self.weights.identity,
+            "compute_dtype": "llama.cpp",  # that of each product is its own affair
+            **self.measured.spec(),
+        }
 
     @property
     def _windows(self) -> list[int]:
@@ -413,6 +441,7 @@ class _Weights:
     def __init__(self, model: LlamaCppForCausalLM) -> None:
         llama = model.llama
         self.identity: dict[str, Any] = {
+            "type": llama.architecture,
             "gguf": model.file_digest,
             "llama.cpp": installed_version(),
             "cache": llama.options.cache_type,

@@ -93,9 +93,11 @@ class ArticlesDemo:
         """What is asked about, by whom, and what ingestion did."""
         import torch
 
+        made = app.settings
         return {
             "model": app.model,
-            "adapter": chosen_adapter(app.settings.model, app.settings.adapter),
+            "backend": made.backend,
+            "adapter": chosen_adapter(made.model, made.adapter, made.backend),
             "threads": torch.get_num_threads(),
             "documents": self.documents,
             "top_k": app.top_k,
@@ -121,7 +123,8 @@ class ArticlesDemo:
     def print_start(facts: dict[str, Any]) -> None:
         """Model, articles, caches."""
         adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        print(f"model {facts['model']}, adapter {adapter}, {threads}")
+        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
+        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
         print(f"{plural(facts['documents'], 'article')}; {_caches(facts)}\n")
 
     @staticmethod
@@ -140,7 +143,8 @@ class ArticlesDemo:
             f"{summary['answerable']}; chunks without a stored cache: {summary['misses']}"
         )
         adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        print(f"model {facts['model']}, adapter {adapter}, {threads}")
+        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
+        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
 
     @staticmethod
     def failure(summary: dict[str, Any]) -> str:
