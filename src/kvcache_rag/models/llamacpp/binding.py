@@ -113,6 +113,8 @@ class LlamaCpp:
         options: How contexts are made.
         generation: How often a context was made or emptied: what was in it is gone.
         begun: How often prompts were begun anew in it.
+        prefix: Gives the chunk that one of its sequences holds, for who keeps one there; None as
+            soon as that is gone.
         threads: Gives how many to compute with.
     """
 
@@ -147,6 +149,7 @@ class LlamaCpp:
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
         self.context: Any = None
         self.generation = self.begun = self.cells = self.sequences = 0
+        self.prefix: weakref.ref[Any] | None = None
         self._free_context: Any = None
         self._abort: Any = None
 
@@ -264,7 +267,7 @@ class LlamaCpp:
         """Free the context."""
         if self._free_context is not None:
             self._free_context()
-        self.context, self._free_context, self.cells = None, None, 0
+        self.context, self._free_context, self.cells, self.prefix = None, None, 0, None
 
     def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
         """End passes as soon as `is_stopped` says so; None for no more of that."""
@@ -376,3 +379,4 @@ class LlamaCpp:
         if self.context:
             self.lib.llama_memory_clear(self._memory, True)
             self.generation += 1
+            self.prefix = None

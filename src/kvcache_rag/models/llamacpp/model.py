@@ -64,9 +64,8 @@ class LlamaCppModel(LanguageModel):
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
         self._form: StateForm | None = None
-        self._prefix: weakref.ref[ChunkKV] | None = None
-        self._prefix_made = 0
         self._weights = _Weights(model)
+        self.llama.clear()  # of what another engine of this file left there
         try:
             self._refuse()
             with torch.inference_mode():
@@ -296,12 +295,16 @@ class LlamaCppModel(LanguageModel):
 
     def _hold_prefix(self, prefix: ChunkKV) -> None:
         """Have a prefix in its sequence."""
-        held = None if self._prefix is None else self._prefix()
-        if held is prefix and self._prefix_made == self.llama.generation:
+        if self._held_prefix is prefix:
             return
         segment = Segment(prefix, 0, 0)
         self.llama.set_state(PREFIX, self._written(segment, None))
-        self._prefix, self._prefix_made = weakref.ref(prefix), self.llama.generation
+        self.llama.prefix = weakref.ref(prefix)
+
+    @property
+    def _held_prefix(self) -> ChunkKV | None:
+        """What is in its sequence, from whichever engine of this file."""
+        return None if self.llama.prefix is None else self.llama.prefix()
 
     def _written(self, segment: Segment, move: Move | None) -> bytearray:
         """A chunk as a state whose keys stand where it stands in the prompt."""
@@ -327,7 +330,11 @@ class LlamaCppModel(LanguageModel):
             spare: Tokens of a chunk that may lie beside the rows while it is brought.
         """
         llama, rows = self.llama, len(capacities)
-        prefix = 0 if self._prefix is None or (held := self._prefix()) is None else len(held)
+        held = self._held_prefix
+        if held is None and llama.prefix is not None:  # of an engine that is gone
+            llama.remove(PREFIX)
+            llama.prefix = None
+        prefix = 0 if held is None else len(held)
         llama.ensure(sum(capacities) + prefix + spare, FIRST + 2 * beams * rows)
         self._empty_prompts()
         return CellsCache(llama, range(FIRST, FIRST + rows))
@@ -395,7 +402,6 @@ class LlamaCppModel(LanguageModel):
             self.llama.stop_when(None)
 
     def forget(self) -> None:
-        self._prefix = None
         self.llama.clear()
 
     # ---------------------------------------------------------------- what it is
