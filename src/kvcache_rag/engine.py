@@ -242,7 +242,7 @@ class Engine:
             device=device,
             options=further,
             tokenizer=tokenizer,
-            adapter=chosen_adapter(name, adapter, backend),
+            adapter=chosen_adapter(name, adapter),
             weight_format=weight_format,
             backend=backend,
         )

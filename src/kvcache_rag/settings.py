@@ -387,7 +387,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             device=self.device,
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
-            adapter=chosen_adapter(self.model, self.adapter, self.backend),
+            adapter=chosen_adapter(self.model, self.adapter),
             weight_format=self.weight_format,
             backend=self.backend,
         )
@@ -414,12 +414,18 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
         return with_adapter(model, self.adapter, name), tokenizer, adapter_template(self.adapter)
 
     def _is_llama(self, model: Any) -> bool:
-        """Whether llama.cpp has loaded a model; what it does not have is refused then."""
-        from kvcache_rag.models.llamacpp.loading import check_weights
+        """Whether llama.cpp has loaded a model; what it cannot be given any more is refused."""
+        from kvcache_rag.models.adapters import NO_ADAPTER
+        from kvcache_rag.models.llamacpp.loading import check_format
         from kvcache_rag.models.pretrained import is_llama
 
         if is_llama(model):
-            check_weights(self.adapter, self.weight_format)
+            check_format(self.weight_format)
+            if self.adapter not in (None, NO_ADAPTER):
+                raise InvalidInputError(
+                    "llama.cpp takes an adapter while it loads a model, and a loaded one was "
+                    "given; name its file, and the adapter"
+                )
         elif self.backend == "llama.cpp":
             raise InvalidInputError(
                 'backend="llama.cpp" loads a GGUF file, and a loaded model of transformers was '

@@ -59,7 +59,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         dtype=settings.dtype,
         device=None,
         options={"revision": settings.revision} if settings.revision else {},
-        adapter=chosen_adapter(settings.model, settings.adapter, settings.backend),
+        adapter=chosen_adapter(settings.model, settings.adapter),
         weight_format=settings.weight_format,
         backend=settings.backend,
     )

@@ -58,7 +58,6 @@ class GgufHeader:
         elements: Weights in all.
         dtype: What its weights are loaded in when nobody says: their own, or `quantised_dtype`.
         nbytes: Of the file, as its header has it.
-        is_float: Whether no weight is quantised.
         places: Of small float32 tensors that scale rotary frequencies, by their names, where they
             begin in the file and how many numbers each has.
     """
@@ -66,7 +65,6 @@ class GgufHeader:
     elements: int
     dtype: torch.dtype
     nbytes: int
-    is_float: bool = False
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
@@ -189,11 +187,10 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
             places[name.decode(errors="replace")] = offset, count
     start = -(-fields.place // alignment) * alignment
     dtype = quantised_dtype()
-    is_float = bool(by_type) and by_type.keys() <= _UNQUANTISED.keys()
-    if is_float:
+    if by_type and by_type.keys() <= _UNQUANTISED.keys():
         dtype = _UNQUANTISED[max(by_type, key=lambda kind: by_type[kind])]
     places = {name: (start + offset, count) for name, (offset, count) in places.items()}
-    return GgufHeader(elements, dtype, start + end, is_float, places)
+    return GgufHeader(elements, dtype, start + end, places)
 
 
 def quantised_dtype() -> torch.dtype:

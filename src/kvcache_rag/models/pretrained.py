@@ -137,9 +137,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
 
 
 def chosen_adapter(
-    name: str | os.PathLike[str],
-    adapter: str | os.PathLike[str] | None,
-    backend: Backend = "transformers",
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
     """The adapter that a model is loaded with; None for none.
 
@@ -147,9 +145,8 @@ def chosen_adapter(
         name: Of the model.
         adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
             `PACKAGED`, where it is installed.
-        backend: What runs the model; llama.cpp takes none unless it is asked for.
     """
-    if adapter == NO_ADAPTER or (adapter is None and backend == "llama.cpp"):
+    if adapter == NO_ADAPTER:
         return None
     known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
     if adapter is None and known is not None and is_installed(known.adapter):
@@ -241,7 +238,7 @@ def load(
             adapter=adapter,
             weight_format=weight_format,
         )
-        return model, tokenizer, brought_template(name, NO_ADAPTER)
+        return model, tokenizer, brought_template(name, adapter or NO_ADAPTER)
     _check_places(device, options.get("device_map"))
     resolved = resolve(name)
     folder = Path(resolved)
@@ -345,18 +342,15 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
 
 
 def brought_template(
-    name: str | os.PathLike[str],
-    adapter: str | os.PathLike[str] | None = None,
-    backend: Backend = "transformers",
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
 ) -> PromptTemplate | None:
     """The prompt template that an adapter brings along in its folder, else its model, if any.
 
     Args:
         name: Of the model.
         adapter: As for `chosen_adapter`.
-        backend: What runs the model.
     """
-    adapter = chosen_adapter(name, adapter, backend)
+    adapter = chosen_adapter(name, adapter)
     found = None if adapter is None else adapter_template(adapter)
     if found is not None:
         return found

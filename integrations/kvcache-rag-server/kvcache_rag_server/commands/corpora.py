@@ -86,9 +86,8 @@ class ChromaRows:
         from kvcache_rag.integration.rows import row_text
         from kvcache_rag.models.pretrained import brought_template
 
-        settings = self.settings
-        brought = brought_template(settings.model, settings.adapter, settings.backend)
-        text_of = row_text(self.form, settings.prompt_template(brought))
+        brought = brought_template(self.settings.model, self.settings.adapter)
+        text_of = row_text(self.form, self.settings.prompt_template(brought))
         collection = self.open()
         # The ids first: rows that come and go meanwhile do not shift the pages.
         ids = iter(collection.get(include=[])["ids"])

@@ -33,7 +33,7 @@ class LlamaCppForCausalLM(PreTrainedModel, GenerationMixin):
         llama: What llama.cpp has loaded.
         rope_factors: The file's factors of rotary frequencies by name, float32 `(dim / 2,)`.
         file_digest: SHA-256 of the file.
-        is_float: Whether its weights are floats, not quantised.
+        adapter_digest: What names the adapter that was put into it; "" for none.
     """
 
     config_class = LlamaCppConfig
@@ -44,7 +44,6 @@ class LlamaCppForCausalLM(PreTrainedModel, GenerationMixin):
         *,
         rope_factors: Mapping[str, Tensor],
         file_digest: str,
-        is_float: bool,
     ) -> None:
         """Over a loaded file."""
         ends = list(llama.ends)
@@ -56,7 +55,7 @@ class LlamaCppForCausalLM(PreTrainedModel, GenerationMixin):
         config.model_type = llama.architecture
         super().__init__(config)
         self.llama, self.rope_factors = llama, dict(rope_factors)
-        self.file_digest, self.is_float = file_digest, is_float
+        self.file_digest, self.adapter_digest = file_digest, ""
         self.generation_config = GenerationConfig(eos_token_id=ends or None)
         self.training = False
 

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
-from kvcache_rag.models.adapters import NO_ADAPTER
+from kvcache_rag.models.adapters import (
+    adapter_folder,
+    compare_base,
+    note_training,
+    trains_blocks,
+)
 from kvcache_rag.models.gguf import GgufHeader, file_digest
+from kvcache_rag.models.llamacpp.adapters import adapter_digest, adapter_file
 from kvcache_rag.models.llamacpp.binding import (
     CACHE_TYPES,
     ContextOptions,
@@ -48,7 +54,7 @@ def load_llama(
         options: `n_gpu_layers`, `flash_attn`, `n_threads` of llama.cpp, and `gguf_file` and where
             that lies on the hub.
         tokenizer: A loaded one, or the name of one; None for the file's own.
-        adapter: None; others are refused.
+        adapter: PEFT adapter of low rank, a folder or an installed name; None for none.
         weight_format: "auto" or "plain": weights are as the file has them.
 
     Raises:
@@ -56,7 +62,7 @@ def load_llama(
         MissingExtraError: If llama-cpp-python or gguf is not installed.
     """
     refuse_unknown(options, (*_OPTIONS, *_HUB), 'option of backend="llama.cpp"')
-    check_weights(adapter, weight_format)
+    check_format(weight_format)
     path = file_of(name, options)
     header = GgufHeader.read(path)
     llama = LlamaCpp(
@@ -71,12 +77,11 @@ def load_llama(
         tokenizer = load_tokenizer(os.fspath(tokenizer or path), {})
     _compare(llama, tokenizer)
     model = LlamaCppForCausalLM(
-        llama,
-        rope_factors=header.rope_factors(path),
-        file_digest=file_digest(path),
-        is_float=header.is_float,
+        llama, rope_factors=header.rope_factors(path), file_digest=file_digest(path)
     )
     note_name(model, os.fspath(name))
+    if adapter is not None:
+        _adapt(model, adapter_folder(adapter), os.fspath(name))
     return model, tokenizer
 
 
@@ -101,23 +106,29 @@ def file_of(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
     return path
 
 
-def check_weights(adapter: str | os.PathLike[str] | None, weight_format: str) -> None:
-    """Raise `InvalidInputError` for weights that are not the file's.
-
-    Args:
-        adapter: As it was asked for; None or "none" for none.
-        weight_format: As for `load_llama`.
-    """
+def check_format(weight_format: str) -> None:
+    """Raise `InvalidInputError` for weights that are not as the file has them."""
     if weight_format not in ("auto", "plain"):
         raise InvalidInputError(
             f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '
             "weight_format out, or name a file of such weights"
         )
-    if adapter is not None and adapter != NO_ADAPTER:
-        raise InvalidInputError(
-            f'backend="llama.cpp" takes no PEFT adapter, and {os.fspath(adapter)!r} was asked for; '
-            'say adapter="none", or use backend="transformers"'
-        )
+
+
+def _adapt(model: LlamaCppForCausalLM, folder: Path, name: str) -> None:
+    """Put an adapter into a loaded model."""
+    llama = model.llama
+    with adapter_file(
+        folder,
+        architecture=llama.architecture,
+        layers=llama.layers,
+        heads=llama.heads,
+        halves=llama.rotates_halves,
+    ) as path:
+        llama.adapt(path)
+    compare_base(model, folder, name)
+    model.adapter_digest = adapter_digest(folder)
+    note_training(model.config, blocks=trains_blocks(folder))
 
 
 def _cache_type(dtype: torch.dtype | str) -> str:

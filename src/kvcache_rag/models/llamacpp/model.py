@@ -453,6 +453,7 @@ class _Weights:
             "cache": llama.options.cache_type,
             "flash": llama.options.flash,
             "long": bool(llama.options.least),
+            **({"adapter": model.adapter_digest} if model.adapter_digest else {}),
         }
 
     def are_unchanged(self) -> bool:

@@ -93,11 +93,10 @@ class ArticlesDemo:
         """What is asked about, by whom, and what ingestion did."""
         import torch
 
-        made = app.settings
         return {
             "model": app.model,
-            "backend": made.backend,
-            "adapter": chosen_adapter(made.model, made.adapter, made.backend),
+            "backend": app.settings.backend,
+            "adapter": chosen_adapter(app.settings.model, app.settings.adapter),
             "threads": torch.get_num_threads(),
             "documents": self.documents,
             "top_k": app.top_k,
