@@ -465,13 +465,18 @@ class LocalSettings(EngineSettings, StoreSettings):
         return self.open_engine(self.open_store(memory), **loaded)
 
     def memory_codec(self) -> Codec | None:
-        """The form of chunks in memory: on a CPU that of the store, if attention reads it."""
+        """The form of chunks in memory: on a CPU, where those of llama.cpp always lie, the store's.
+
+        If attention over it, or what moves keys, reads it; else as the model made them.
+        """
         import torch
 
         from kvcache_rag.codecs import by_name
 
         found = by_name(self.kv_codec or "native")
         place = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.backend == "llama.cpp":
+            place = "cpu"
         return found if found.is_attended and place == "cpu" else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from huggingface_hub import constants as hub
@@ -154,20 +154,32 @@ def chosen_adapter(
     return adapter
 
 
-def checked_device(name: Any) -> torch.device:
-    """A device that torch finds here.
+def named_device(name: Any) -> torch.device:
+    """A device by its name, whether it is here or not.
 
     Args:
         name: Such as "cuda:1"; a number is that of a GPU.
 
     Raises:
-        InvalidInputError: If it finds none of that name.
+        InvalidInputError: If it is no name of one.
     """
     is_number = isinstance(name, int) and not isinstance(name, bool)
     try:
-        device = torch.device(f"cuda:{name}" if is_number else name)
+        return torch.device(f"cuda:{name}" if is_number else name)
     except (RuntimeError, TypeError):
         raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1") from None
+
+
+def checked_device(name: Any) -> torch.device:
+    """A device that torch finds here.
+
+    Args:
+        name: As for `named_device`.
+
+    Raises:
+        InvalidInputError: If it finds none of that name.
+    """
+    device = named_device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
@@ -226,6 +238,9 @@ def load(
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise InvalidInputError(f"there is no backend {backend!r}; say {known}")
     if backend == "llama.cpp":
         from kvcache_rag.models.llamacpp.loading import load_llama
 

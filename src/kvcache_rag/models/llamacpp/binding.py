@@ -126,9 +126,17 @@ class LlamaCpp:
         options: ContextOptions,
         *,
         gpu_layers: int,
+        gpu: int | None = None,
         threads: Callable[[], int],
     ) -> None:
         """Load a GGUF file, mapped into memory.
+
+        Args:
+            path: The file.
+            options: How contexts are made.
+            gpu_layers: How many layers go to GPUs; -1 for all.
+            gpu: Number of the only one that is used; None for all.
+            threads: Gives how many to compute with.
 
         Raises:
             InvalidInputError: If llama.cpp cannot load it.
@@ -139,6 +147,8 @@ class LlamaCpp:
         self.gpu_layers = gpu_layers
         parameters = self.lib.llama_model_default_params()
         parameters.n_gpu_layers = gpu_layers
+        if gpu is not None:
+            parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
         parameters.use_extra_bufts = _uses_extra_buffers(self.lib)
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
