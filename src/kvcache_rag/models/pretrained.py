@@ -291,9 +291,11 @@ def language_model(
         InvalidInputError: As for `TransformersModel`.
     """
     if is_llama(model):
+        from kvcache_rag.models.attention.support import lock_of
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
-        return LlamaCppModel(model, window=window)
+        with lock_of(model):  # its context, which another engine may use, is one thread's at a time
+            return LlamaCppModel(model, window=window)
     return TransformersModel(model, packed_attention=packed_attention, window=window)
 
 

@@ -272,6 +272,8 @@ class LlamaCppModel(LanguageModel):
         if prefix is not None and start:
             self._hold_prefix(prefix)
             llama.copy(PREFIX, WORK)
+        else:
+            self._drop_prefix()
         try:
             self._run(ids, start, WORK)
             if start:
@@ -295,16 +297,18 @@ class LlamaCppModel(LanguageModel):
 
     def _hold_prefix(self, prefix: ChunkKV) -> None:
         """Have a prefix in its sequence."""
-        if self._held_prefix is prefix:
+        held = self.llama.prefix
+        if held is not None and held() is prefix:
             return
         segment = Segment(prefix, 0, 0)
         self.llama.set_state(PREFIX, self._written(segment, None))
         self.llama.prefix = weakref.ref(prefix)
 
-    @property
-    def _held_prefix(self) -> ChunkKV | None:
-        """What is in its sequence, from whichever engine of this file."""
-        return None if self.llama.prefix is None else self.llama.prefix()
+    def _drop_prefix(self) -> None:
+        """Let nothing lie in front: where cells are decides how sums over them are rounded."""
+        if self.llama.prefix is not None:
+            self.llama.remove(PREFIX)
+            self.llama.prefix = None
 
     def _written(self, segment: Segment, move: Move | None) -> bytearray:
         """A chunk as a state whose keys stand where it stands in the prompt."""
@@ -330,12 +334,8 @@ class LlamaCppModel(LanguageModel):
             spare: Tokens of a chunk that may lie beside the rows while it is brought.
         """
         llama, rows = self.llama, len(capacities)
-        held = self._held_prefix
-        if held is None and llama.prefix is not None:  # of an engine that is gone
-            llama.remove(PREFIX)
-            llama.prefix = None
-        prefix = 0 if held is None else len(held)
-        llama.ensure(sum(capacities) + prefix + spare, FIRST + 2 * beams * rows)
+        self._drop_prefix()
+        llama.ensure(sum(capacities) + spare, FIRST + 2 * beams * rows)
         self._empty_prompts()
         return CellsCache(llama, range(FIRST, FIRST + rows))
 
