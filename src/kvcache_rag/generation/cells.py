@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.generation.context import Context, ContextFiller, ContextRow
+from kvcache_rag.generation.context import Context, ContextRow, Filler
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.generate import beams
 from kvcache_rag.policies.signals import RowSignals
@@ -48,7 +48,7 @@ class CellsContext(Context):
         return self.cells
 
 
-class CellsFiller(ContextFiller):
+class CellsFiller(Filler):
     """Brings the contexts of prompts for one engine."""
 
     model: LlamaCppModel
@@ -64,7 +64,7 @@ class CellsFiller(ContextFiller):
             self._brought(prompt, row, sequence)
             for prompt, row, sequence in zip(prompts, rows, cells.sequences, strict=True)
         ]
-        return CellsContext(self.model, brought, "copied", None, _WHY, cells)
+        return CellsContext(self.model, brought, "copied", _WHY, cells)
 
     def choose(self, prompt: Prompt) -> ContextRow:
         return self._held(prompt)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from huggingface_hub import constants as hub
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to, expanded
 from kvcache_rag.forks import new_rlock
@@ -26,7 +26,6 @@ from kvcache_rag.models.adapters import (
     with_adapter,
 )
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
-from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -296,6 +295,8 @@ def language_model(
 
         with lock_of(model):  # its context, which another engine may use, is one thread's at a time
             return LlamaCppModel(model, window=window)
+    from kvcache_rag.models.hf import TransformersModel
+
     return TransformersModel(model, packed_attention=packed_attention, window=window)
 
 
@@ -422,6 +423,8 @@ def _plain(
         else:
             _check_folder(path, name, str(options.get("subfolder") or ""))
             its = AutoTokenizer.from_pretrained(path, **common) if own else None
+            from transformers import AutoModelForCausalLM
+
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
             given = device not in (None, "")
