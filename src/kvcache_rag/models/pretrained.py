@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from huggingface_hub import constants as hub
@@ -153,20 +153,32 @@ def chosen_adapter(
     return adapter
 
 
-def checked_device(name: Any) -> torch.device:
-    """A device that torch finds here.
+def named_device(name: Any) -> torch.device:
+    """A device by its name, whether it is here or not.
 
     Args:
         name: Such as "cuda:1"; a number is that of a GPU.
 
     Raises:
-        InvalidInputError: If it finds none of that name.
+        InvalidInputError: If it is no name of one.
     """
     is_number = isinstance(name, int) and not isinstance(name, bool)
     try:
-        device = torch.device(f"cuda:{name}" if is_number else name)
+        return torch.device(f"cuda:{name}" if is_number else name)
     except (RuntimeError, TypeError):
         raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1") from None
+
+
+def checked_device(name: Any) -> torch.device:
+    """A device that torch finds here.
+
+    Args:
+        name: As for `named_device`.
+
+    Raises:
+        InvalidInputError: If it finds none of that name.
+    """
+    device = named_device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
@@ -225,6 +237,9 @@ def load(
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise InvalidInputError(f"there is no backend {backend!r}; say {known}")
     if backend == "llama.cpp":
         from kvcache_rag.models.llamacpp.loading import load_llama
 
@@ -274,13 +289,20 @@ def language_model(
         UnsupportedModelError: If it is spread over several devices, or partly on none.
         InvalidInputError: As for `TransformersModel`.
     """
-    if getattr(model, "llama", None) is not None:
+    if is_llama(model):
+        from kvcache_rag.models.attention.support import lock_of
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
-        return LlamaCppModel(model, window=window)
+        with lock_of(model):  # its context, which another engine may use, is one thread's at a time
+            return LlamaCppModel(model, window=window)
     from kvcache_rag.models.hf import TransformersModel
 
     return TransformersModel(model, packed_attention=packed_attention, window=window)
+
+
+def is_llama(model: Any) -> bool:
+    """Whether llama.cpp has loaded a model."""
+    return getattr(model, "llama", None) is not None
 
 
 def note_name(model: Any, name: str) -> None:
@@ -302,13 +324,19 @@ def name_of(model: Any) -> str:
     return f"{folder.removeprefix('models--').replace('--', '/')}@{path.name[:8]}"
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, backend: Backend = "transformers") -> None:
     """Say before hours of work whether a model is there.
 
     Raises:
         InvalidInputError: If it is not, or cannot be read.
+        MissingExtraError: If llama-cpp-python is needed and not installed.
     """
     resolved = resolve(name)
+    if backend == "llama.cpp":
+        from kvcache_rag.models.llamacpp.loading import file_of
+
+        file_of(name, {})
+        return
     if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
         return
     _check_folder(resolved, name, "")

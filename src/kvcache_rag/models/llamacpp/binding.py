@@ -115,6 +115,8 @@ class LlamaCpp:
         options: How contexts are made.
         generation: How often a context was made or emptied: what was in it is gone.
         begun: How often prompts were begun anew in it.
+        prefix: Gives the chunk that one of its sequences holds, for who keeps one there; None as
+            soon as that is gone.
         threads: Gives how many to compute with.
     """
 
@@ -124,9 +126,17 @@ class LlamaCpp:
         options: ContextOptions,
         *,
         gpu_layers: int,
+        gpu: int | None = None,
         threads: Callable[[], int],
     ) -> None:
         """Load a GGUF file, mapped into memory.
+
+        Args:
+            path: The file.
+            options: How contexts are made.
+            gpu_layers: How many layers go to GPUs; -1 for all.
+            gpu: Number of the only one that is used; None for all.
+            threads: Gives how many to compute with.
 
         Raises:
             InvalidInputError: If llama.cpp cannot load it.
@@ -137,6 +147,8 @@ class LlamaCpp:
         self.gpu_layers = gpu_layers
         parameters = self.lib.llama_model_default_params()
         parameters.n_gpu_layers = gpu_layers
+        if gpu is not None:
+            parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
         parameters.use_extra_bufts = _uses_extra_buffers(self.lib)
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
@@ -149,6 +161,7 @@ class LlamaCpp:
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
         self.context: Any = None
         self.generation = self.begun = self.cells = self.sequences = 0
+        self.prefix: weakref.ref[Any] | None = None
         self._free_context: Any = None
         self._adapter: Any = None
         self._abort: Any = None
@@ -184,6 +197,11 @@ class LlamaCpp:
     def architecture(self) -> str:
         """Its family, as llama.cpp calls it."""
         return self.said("general.architecture") or "unknown"
+
+    @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(self.lib.llama_model_n_params(self.model))
 
     @property
     def trained_length(self) -> int:
@@ -293,7 +311,7 @@ class LlamaCpp:
         """Free the context."""
         if self._free_context is not None:
             self._free_context()
-        self.context, self._free_context, self.cells = None, None, 0
+        self.context, self._free_context, self.cells, self.prefix = None, None, 0, None
 
     def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
         """End passes as soon as `is_stopped` says so; None for no more of that."""
@@ -405,3 +423,4 @@ class LlamaCpp:
         if self.context:
             self.lib.llama_memory_clear(self._memory, True)
             self.generation += 1
+            self.prefix = None

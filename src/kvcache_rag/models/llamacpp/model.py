@@ -66,9 +66,8 @@ class LlamaCppModel(LanguageModel):
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
         self._form: StateForm | None = None
-        self._prefix: weakref.ref[ChunkKV] | None = None
-        self._prefix_made = 0
         self._weights = _Weights(model)
+        self.llama.clear()  # of what another engine of this file left there
         try:
             self._refuse()
             with torch.inference_mode():
@@ -233,6 +232,30 @@ class LlamaCppModel(LanguageModel):
         self.llama.copy(WORK, sequence, place, -1)
         self.llama.remove(WORK)
 
+    def logits_in_place(
+        self, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int]
+    ) -> Tensor:
+        """What llama.cpp makes of a stitched prompt by itself, each chunk computed where it stands.
+
+        Args:
+            prefix: Ids before the chunks, one at least.
+            chunks: Ids of each, which sees the prefix and no other chunk.
+            query: Ids behind them.
+
+        Returns:
+            `(query, vocabulary)` float32.
+        """
+        sizes = [len(prefix), *map(len, chunks)]
+        cache = self.begin([sum(sizes) + len(query)], spare=sizes[0] + max(sizes))
+        self._run(prefix, 0, FIRST)
+        place = sizes[0]
+        for chunk in chunks:
+            self._compute_there(FIRST, prefix, chunk, place)
+            place += len(chunk)
+        cache.is_at(place, [place], [0])
+        positions = torch.arange(place, place + len(query))
+        return self.forward(torch.tensor([[*query]]), cache, positions)[0]
+
     # ---------------------------------------------------------------- chunks
 
     def prefill(
@@ -251,6 +274,8 @@ class LlamaCppModel(LanguageModel):
         if prefix is not None and start:
             self._hold_prefix(prefix)
             llama.copy(PREFIX, WORK)
+        else:
+            self._drop_prefix()
         try:
             self._run(ids, start, WORK)
             if start:
@@ -274,12 +299,18 @@ class LlamaCppModel(LanguageModel):
 
     def _hold_prefix(self, prefix: ChunkKV) -> None:
         """Have a prefix in its sequence."""
-        held = None if self._prefix is None else self._prefix()
-        if held is prefix and self._prefix_made == self.llama.generation:
+        held = self.llama.prefix
+        if held is not None and held() is prefix:
             return
         segment = Segment(prefix, 0, 0)
         self.llama.set_state(PREFIX, self._written(segment, None))
-        self._prefix, self._prefix_made = weakref.ref(prefix), self.llama.generation
+        self.llama.prefix = weakref.ref(prefix)
+
+    def _drop_prefix(self) -> None:
+        """Let nothing lie in front: where cells are decides how sums over them are rounded."""
+        if self.llama.prefix is not None:
+            self.llama.remove(PREFIX)
+            self.llama.prefix = None
 
     def _written(self, segment: Segment, move: Move | None) -> bytearray:
         """A chunk as a state whose keys stand where it stands in the prompt."""
@@ -305,8 +336,8 @@ class LlamaCppModel(LanguageModel):
             spare: Tokens of a chunk that may lie beside the rows while it is brought.
         """
         llama, rows = self.llama, len(capacities)
-        prefix = 0 if self._prefix is None or (held := self._prefix()) is None else len(held)
-        llama.ensure(sum(capacities) + prefix + spare, FIRST + 2 * beams * rows)
+        self._drop_prefix()
+        llama.ensure(sum(capacities) + spare, FIRST + 2 * beams * rows)
         self._empty_prompts()
         return CellsCache(llama, range(FIRST, FIRST + rows))
 
@@ -373,7 +404,6 @@ class LlamaCppModel(LanguageModel):
             self.llama.stop_when(None)
 
     def forget(self) -> None:
-        self._prefix = None
         self.llama.clear()
 
     # ---------------------------------------------------------------- what it is
@@ -383,7 +413,11 @@ class LlamaCppModel(LanguageModel):
         return self._weights
 
     def spec(self) -> dict[str, Any]:
-        return {"model": self.weights.identity, **self.measured.spec()}
+        return {
+            "model": self.weights.identity,
+            "compute_dtype": "llama.cpp",  # that of each product is its own affair
+            **self.measured.spec(),
+        }
 
     @property
     def _windows(self) -> list[int]:
@@ -415,6 +449,7 @@ class _Weights:
     def __init__(self, model: LlamaCppForCausalLM) -> None:
         llama = model.llama
         self.identity: dict[str, Any] = {
+            "type": llama.architecture,
             "gguf": model.file_digest,
             "llama.cpp": installed_version(),
             "cache": llama.options.cache_type,
