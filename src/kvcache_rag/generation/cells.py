@@ -56,10 +56,11 @@ class CellsFiller(Filler):
     def _fill(self, prompts: Sequence[Prompt]) -> Context:
         rows = [self._held(prompt) for prompt in prompts]
         request = prompts[0].request
-        capacities = [row.shape.tokens + request.max_new_tokens for row in rows]
-        # Tokens that are computed again lie beside those of the chunk that they replace.
-        spare = max((len(segment) for row in rows for segment in row.loaded.segments), default=0)
-        cells = self.model.begin(capacities, beams=beams(request.options), spare=spare)
+        cells = self.model.begin(
+            [row.shape.tokens for row in rows],
+            room=request.max_new_tokens,
+            beams=beams(request.options),
+        )
         brought = [
             self._brought(prompt, row, sequence)
             for prompt, row, sequence in zip(prompts, rows, cells.sequences, strict=True)

@@ -40,7 +40,7 @@ class CellsCache(Cache):
         self.columns = 0
         self.held = [0] * len(self.sequences)
         self.padding = [0] * len(self.sequences)
-        self._begun = llama.generation, llama.begun
+        self._begun = llama.begun
 
     def is_at(self, columns: int, held: Sequence[int], padding: Sequence[int]) -> None:
         """Say what its sequences hold."""
@@ -48,7 +48,7 @@ class CellsCache(Cache):
 
     def ensure_current(self) -> None:
         """Raise `KVCacheRagError` if another prompt has taken the context since."""
-        if self._begun != (self.llama.generation, self.llama.begun):
+        if self._begun != self.llama.begun:
             raise KVCacheRagError(
                 "this cache belongs to an earlier answer of the engine; let one answer end before "
                 "the next one begins, or ask the engine itself"
