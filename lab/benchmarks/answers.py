@@ -46,7 +46,6 @@ from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.kv.chunk import canonical_json
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import Backend, resolve
-from kvcache_rag.models.weights import model_identity
 from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, top
@@ -294,9 +293,7 @@ def _sat(options: argparse.Namespace) -> Engine:
 def identity(engine: Engine, model: str) -> dict[str, str]:
     """What answers depend on: the model's file, the weights as they are, and their dtype."""
     path = Path(resolve(model))
-    is_own = engine._adapter.has_cells  # llama.cpp's, which has no weights of torch
-    named = engine._adapter.weights.identity if is_own else model_identity(engine.model)
-    weights = xxhash.xxh3_128_hexdigest(canonical_json(named))
+    weights = xxhash.xxh3_128_hexdigest(canonical_json(engine._adapter.weights.identity))
     return {
         "file": path.name,
         "sha256": file_digest(path) if path.is_file() else "",
