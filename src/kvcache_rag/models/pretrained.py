@@ -290,7 +290,7 @@ def language_model(
         InvalidInputError: As for `TransformersModel`.
     """
     if is_llama(model):
-        from kvcache_rag.models.attention.support import lock_of
+        from kvcache_rag.models.language import lock_of
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
         with lock_of(model):  # its context, which another engine may use, is one thread's at a time
