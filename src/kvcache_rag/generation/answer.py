@@ -127,7 +127,15 @@ class Answerer:
             # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
             return [self.run(request, None, cancelled) for request in requests]
         prompts = [self.prompt(request, 0, "") for request in requests]
+        if not self.model.fits_together(sum(map(self._tokens, prompts))):
+            return [self.run(request, None, cancelled) for request in requests]
         return self.answers(prompts, requests[0].started, None, cancelled) if prompts else []
+
+    def _tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt and its answer at most."""
+        prefix = 0 if prompt.request.is_plain else len(self.renderer.prefix_ids)
+        chunks = sum(map(len, prompt.chunks))
+        return prefix + chunks + len(prompt.query) + prompt.request.max_new_tokens
 
     def prompt(self, request: Request, number: int, answer: str) -> Prompt:
         """The prompt of round `number`, given the answer so far."""

@@ -346,30 +346,26 @@ def _generate(
             "greedily, with max_new_tokens, stop and logits_processor alone; leave out the other "
             "options, or use FullRecompute()"
         )
-    has_beams = (config.num_beams or 1) > 1
-    if cache is not None and (model.recurrent is not None or (model.has_cells and has_beams)):
-        _advance(model, ids, cache)
-    if cache is not None and has_beams:
-        # generate() repeats the ids for its beams, but not a cache that it is given.
-        cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
     if cache is not None:  # where its name is another one, `generate()` would find None under ours
         arguments[CACHE_NAME] = model.taken(cache)
     # A prompt may go through `generate()` in several passes (prefill_chunk_size).
     carried = nullcontext() if model.recurrent is None else model.recurrent.carried()
-    with torch.inference_mode(), _refused_options(options), carried:
-        try:
+    try:
+        if cache is not None:
+            _settle(model, ids, cache, config.num_beams or 1)
+        with torch.inference_mode(), _refused_options(options), carried:
             output = _with_default(model.model, config).generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
                 generation_config=config,
                 **arguments,
             )
-            # (rows, n + steps); a row that ended before the others is padded behind its end.
-            answers = output[:, ids.shape[1] :].tolist()
-        except StoppedError:
-            answers = watch.rows
+        # (rows, n + steps); a row that ended before the others is padded behind its end.
+        answers = output[:, ids.shape[1] :].tolist()
+    except StoppedError:
+        answers = watch.rows
     ended = time.perf_counter()
     rows = tuple(_trim(row, stops)[:end] for row, end in zip(answers, watch.ends, strict=True))
     # Without a stop token, an answer was cut, by its length or its time or a cancellation, unless
@@ -415,15 +411,18 @@ def _with_default(model: Any, config: GenerationConfig) -> Any:
     return view
 
 
-def _advance(model: LanguageModel, ids: Tensor, cache: Any) -> None:
-    """Let a cache hold all but the last column.
+def _settle(model: LanguageModel, ids: Tensor, cache: Any, beams: int) -> None:
+    """Have a cache hold what `generate()` cannot compute by itself, in as many rows as it wants.
 
     Several columns behind a state are our passes' affair, and beams share what is computed before.
     """
     held, stop = cache.get_seq_length(), ids.shape[1] - 1
-    if held < stop:
+    if held < stop and (model.recurrent is not None or (model.has_cells and beams > 1)):
         with torch.inference_mode():
             model.forward(ids[:, held:stop], cache, torch.arange(held, stop), keep=1)
+    if beams > 1:
+        # generate() repeats the ids for its beams, but not a cache that it is given.
+        cache.batch_repeat_interleave(beams)
 
 
 def _configured(

@@ -179,6 +179,10 @@ class LanguageModel(ABC):
         limit = self.layout.limit if self.layout else None
         return min(self.longest(wanted), limit or 10**9)
 
+    def fits_together(self, tokens: int) -> bool:
+        """Whether prompts and answers of so many tokens in all can be one batch."""
+        return True
+
     def why_no_longer(self, window: int, longest: int) -> str:
         """Why cached chunks have this context window, and a full prefill that: ends a sentence.
 

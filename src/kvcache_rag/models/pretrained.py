@@ -290,11 +290,9 @@ def language_model(
         InvalidInputError: As for `TransformersModel`.
     """
     if is_llama(model):
-        from kvcache_rag.models.language import lock_of
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
-        with lock_of(model):  # its context, which another engine may use, is one thread's at a time
-            return LlamaCppModel(model, window=window)
+        return LlamaCppModel(model, window=window)
     from kvcache_rag.models.hf import TransformersModel
 
     return TransformersModel(model, packed_attention=packed_attention, window=window)

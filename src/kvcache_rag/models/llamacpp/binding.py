@@ -113,10 +113,8 @@ class LlamaCpp:
     Attributes:
         path: Its file.
         options: How contexts are made.
-        generation: How often a context was made or emptied: what was in it is gone.
-        begun: How often prompts were begun anew in it.
-        prefix: Gives the chunk that one of its sequences holds, for who keeps one there; None as
-            soon as that is gone.
+        begun: How often a context was made or emptied: what was in it is gone.
+        together: Tokens of one call that are computed together at most.
         threads: Gives how many to compute with.
     """
 
@@ -160,8 +158,7 @@ class LlamaCpp:
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
         self.context: Any = None
-        self.generation = self.begun = self.cells = self.sequences = 0
-        self.prefix: weakref.ref[Any] | None = None
+        self.begun = self.cells = self.sequences = self.together = 0
         self._free_context: Any = None
         self._adapter: Any = None
         self._abort: Any = None
@@ -282,7 +279,7 @@ class LlamaCpp:
         lib = self.lib
         parameters = lib.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch = cells, min(_BATCH, cells)
-        parameters.n_ubatch = min(_MICRO_BATCH, cells)
+        parameters.n_ubatch = self.together = min(_MICRO_BATCH, cells)
         parameters.n_seq_max = sequences
         parameters.n_threads = parameters.n_threads_batch = self.threads()
         # Never "auto", which would decide how values lie in a state.
@@ -305,13 +302,13 @@ class LlamaCpp:
         self._free_context = weakref.finalize(self, lib.llama_free, made)
         self._memory = lib.llama_get_memory(made)
         self._limit = int(lib.llama_n_batch(made))
-        self.generation += 1
+        self.begun += 1
 
     def close_context(self) -> None:
         """Free the context."""
         if self._free_context is not None:
             self._free_context()
-        self.context, self._free_context, self.cells, self.prefix = None, None, 0, None
+        self.context, self._free_context, self.cells = None, None, 0
 
     def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
         """End passes as soon as `is_stopped` says so; None for no more of that."""
@@ -418,9 +415,12 @@ class LlamaCpp:
         if not self.lib.llama_memory_seq_rm(self._memory, sequence, start, stop):
             raise RuntimeError("llama.cpp could not drop a part of a sequence")
 
-    def clear(self) -> None:
-        """Empty the context, with its memory."""
+    def empty(self, *, wipe: bool = False) -> None:
+        """Empty all sequences, so that cells are taken in the same order each time.
+
+        Args:
+            wipe: Whether to overwrite what lies in them.
+        """
         if self.context:
-            self.lib.llama_memory_clear(self._memory, True)
-            self.generation += 1
-            self.prefix = None
+            self.lib.llama_memory_clear(self._memory, wipe)
+            self.begun += 1

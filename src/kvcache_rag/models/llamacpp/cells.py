@@ -40,15 +40,20 @@ class CellsCache(Cache):
         self.columns = 0
         self.held = [0] * len(self.sequences)
         self.padding = [0] * len(self.sequences)
-        self._begun = llama.generation, llama.begun
+        self._begun = llama.begun
 
     def is_at(self, columns: int, held: Sequence[int], padding: Sequence[int]) -> None:
         """Say what its sequences hold."""
         self.columns, self.held, self.padding = columns, list(held), list(padding)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its sequences hold what it says; else the context was emptied meanwhile."""
+        return self._begun == self.llama.begun
+
     def ensure_current(self) -> None:
         """Raise `KVCacheRagError` if another prompt has taken the context since."""
-        if self._begun != (self.llama.generation, self.llama.begun):
+        if not self.is_current:
             raise KVCacheRagError(
                 "this cache belongs to an earlier answer of the engine; let one answer end before "
                 "the next one begins, or ask the engine itself"

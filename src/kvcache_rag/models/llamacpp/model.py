@@ -9,7 +9,6 @@ question, and scales them again each time where RoPE has a magnitude.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -20,8 +19,8 @@ from torch import Tensor
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
-from kvcache_rag.models.language import LanguageModel
-from kvcache_rag.models.llamacpp.binding import CACHE_TYPES, installed_version
+from kvcache_rag.models.language import LanguageModel, lock_of
+from kvcache_rag.models.llamacpp.binding import CACHE_TYPES, CELL_STEP, installed_version
 from kvcache_rag.models.llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
 from kvcache_rag.models.llamacpp.rope import frequency_sets
 from kvcache_rag.models.llamacpp.state import form_of
@@ -62,20 +61,21 @@ class LlamaCppModel(LanguageModel):
         """
         self.model, self.config = model, model.config
         self.llama = model.llama
-        self._settle_length(window)
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
         self._form: StateForm | None = None
-        self._weights = _Weights(model)
-        self.llama.clear()  # of what another engine of this file left there
-        try:
-            self._refuse()
-            with torch.inference_mode():
+        # Another engine of the model may be answering.
+        with lock_of(model), torch.inference_mode():
+            self._settle_length(window)
+            self._weights = _Weights(model)
+            self.llama.empty()
+            try:
+                self._refuse()
                 self.layout = self._measure()
                 if not self.layout.immovable:
                     self._try_out(self.layout)
-        except UnsupportedModelError as error:
-            self.layout, self.refusal = None, str(error)
+            except UnsupportedModelError as error:
+                self.layout, self.refusal = None, str(error)
 
     def _settle_length(self, window: int | None) -> None:
         """With longrope, have contexts on one side of the length where frequencies change.
@@ -88,7 +88,8 @@ class LlamaCppModel(LanguageModel):
             return
         original = int(llama.number("rope.scaling.original_context_length") or llama.trained_length)
         is_long = (window or 0) > original
-        least, most = (original + 1, 0) if is_long else (0, original)
+        # llama.cpp makes contexts of whole steps.
+        least, most = (original + 1, 0) if is_long else (0, original // CELL_STEP * CELL_STEP)
         if llama.context and (llama.options.least, llama.options.most) != (least, most):
             raise InvalidInputError(
                 f"this model has other frequencies beyond {original} tokens, and another engine of "
@@ -191,7 +192,10 @@ class LlamaCppModel(LanguageModel):
                 chunks that are brought are not what it computes in their places.
         """
         name, form = self.llama.architecture, self._known_form
-        prefix, other, chunk, asked = (range(first, first + n) for first, n in _TEST)
+        most = self.llama.vocabulary
+        prefix, other, chunk, asked = (
+            [token % most for token in range(first, first + n)] for first, n in _TEST
+        )
         written = self._computed(chunk, 0)
         if _rebuilt(form, form.read(written)) != written:
             raise UnsupportedModelError(
@@ -215,7 +219,7 @@ class LlamaCppModel(LanguageModel):
             cache.is_at(stop, [stop], [0])
             ids = torch.tensor([[*asked]])
             found.append(self.forward(ids, cache, torch.arange(stop, stop + len(asked))))
-        self.llama.clear()
+        self.llama.empty()
         off = float((found[0] - found[1]).abs().max() / found[1].std())
         if not off < _ALLOWED:
             raise UnsupportedModelError(
@@ -246,7 +250,7 @@ class LlamaCppModel(LanguageModel):
             `(query, vocabulary)` float32.
         """
         sizes = [len(prefix), *map(len, chunks)]
-        cache = self.begin([sum(sizes) + len(query)], spare=sizes[0] + max(sizes))
+        cache = self.begin([sum(sizes) + len(query)], room=sizes[0])  # a prefix of its own each
         self._run(prefix, 0, FIRST)
         place = sizes[0]
         for chunk in chunks:
@@ -263,60 +267,68 @@ class LlamaCppModel(LanguageModel):
     ) -> list[ChunkKV]:
         llama, start = self.llama, 0 if prefix is None else len(prefix)
         self.ensure_embedded(torch.tensor([max(map(max, chunks))]))
-        # The longest chunk, and the prefix; what lies there of a prompt is needed no more.
+        # The prefix, and the longest chunk; what lies there of a prompt is needed no more.
         llama.ensure(start + max(map(len, chunks)))
-        self._empty_prompts()
-        return [self._prefilled(prefix, start, [*chunk]) for chunk in chunks]
-
-    def _prefilled(self, prefix: ChunkKV | None, start: int, ids: list[int]) -> ChunkKV:
-        llama = self.llama
-        llama.remove(WORK)
+        llama.empty()
         if prefix is not None and start:
-            self._hold_prefix(prefix)
-            llama.copy(PREFIX, WORK)
-        else:
-            self._drop_prefix()
-        try:
-            self._run(ids, start, WORK)
-            if start:
-                llama.remove(WORK, 0, start)
-            state = self._known_form.read(llama.state(WORK))
-        finally:
-            llama.remove(WORK)
+            llama.set_state(PREFIX, self._written(Segment(prefix, 0, 0), None))
+        return [self._prefilled(start, [*chunk]) for chunk in chunks]
+
+    def _prefilled(self, start: int, ids: list[int]) -> ChunkKV:
+        """Compute a chunk behind what the sequence of the prefix holds."""
+        llama, n = self.llama, len(ids)
         layout = self.measured.chunk_layout
         tokens = torch.tensor(ids, dtype=torch.int32)  # (tokens,)
-        chunk = ChunkKV(layout, tokens, start, layout.empty(len(ids)))
-        for group in range(len(layout.groups)):
-            # A layer with a window keeps no more than its last tokens, as nobody sees the others.
-            first = start + len(ids) - len(state.positions(group))
+        chunk = ChunkKV(layout, tokens, start, layout.empty(n))
+        # A state has no more than a window of the layers that have one, and what they no longer
+        # see may be overwritten, though not by what is computed together.
+        window = self._state_window or n
+        together = max(window, llama.together) if self._state_window else n
+        llama.copy(PREFIX, WORK)
+        for first in range(0, n, together):
+            stop = min(first + together, n)
+            self._run(ids[first:stop], start + first, WORK)
+            for place in range(first, stop, window):
+                self._read(chunk, place, min(place + window, stop))
+        llama.remove(WORK)
+        return chunk
+
+    @property
+    def _state_window(self) -> int:
+        """Tokens of a sequence of which a state has all; 0 for any number."""
+        return self.llama.window if len(self._known_form.groups) > 1 else 0
+
+    def _read(self, chunk: ChunkKV, first: int, stop: int) -> None:
+        """Fill in tokens of a chunk from where it is computed."""
+        llama = self.llama
+        llama.copy(WORK, FIRST, chunk.start + first, chunk.start + stop)
+        state = self._known_form.read(llama.state(FIRST))
+        llama.remove(FIRST)
+        for group in range(len(chunk.layout.groups)):
+            positions = state.positions(group)  # in order of their cells
+            order = sorted(range(len(positions)), key=positions.__getitem__)
+            wanted = [*range(chunk.start + first, chunk.start + stop)]
+            if [positions[place] for place in order] != wanted:
+                raise RuntimeError("llama.cpp gave other cells of a chunk than were computed")
             for slot, found in (
                 (chunk.keys(group), state.keys(group)),
                 (chunk.values(group), state.values(group)),
             ):
-                slot[..., : first - start, :] = 0
-                slot[..., first - start :, :] = found  # [layers, heads, tokens, width]
-        return chunk
+                # [layers, heads, tokens, width]
+                is_sorted = order == [*range(len(order))]
+                slot[..., first:stop, :] = found if is_sorted else found[..., order, :]
 
-    def _hold_prefix(self, prefix: ChunkKV) -> None:
-        """Have a prefix in its sequence."""
-        held = self.llama.prefix
-        if held is not None and held() is prefix:
-            return
-        segment = Segment(prefix, 0, 0)
-        self.llama.set_state(PREFIX, self._written(segment, None))
-        self.llama.prefix = weakref.ref(prefix)
-
-    def _drop_prefix(self) -> None:
-        """Let nothing lie in front: where cells are decides how sums over them are rounded."""
-        if self.llama.prefix is not None:
-            self.llama.remove(PREFIX)
-            self.llama.prefix = None
-
-    def _written(self, segment: Segment, move: Move | None) -> bytearray:
-        """A chunk as a state whose keys stand where it stands in the prompt."""
+    def _written(
+        self, segment: Segment, move: Move | None, start: int = 0, stop: int | None = None
+    ) -> bytearray:
+        """Tokens `start..stop` of a chunk as a state whose keys stand where these stand."""
         chunk: Any = segment.chunk
+        stop = len(chunk) if stop is None else stop
         first = segment.position
-        state = self._known_form.write(range(first, first + len(chunk)))
+        state = self._known_form.write(range(first + start, first + stop))
+        if stop - start < len(chunk):
+            chunk = _narrowed(chunk, start, stop)
+            move = move and move.narrow(start, stop)
         if move is not None:
             move.bring(state, chunk)
         else:
@@ -327,24 +339,28 @@ class LlamaCppModel(LanguageModel):
 
     # ---------------------------------------------------------------- prompts
 
-    def begin(self, capacities: Sequence[int], *, beams: int = 1, spare: int = 0) -> CellsCache:
+    def begin(self, tokens: Sequence[int], *, room: int = 0, beams: int = 1) -> CellsCache:
         """An empty cache of new rows; what earlier rows held is gone.
 
         Args:
-            capacities: Tokens of each row at most, those that it will generate included.
-            beams: How many times each may be repeated.
-            spare: Tokens of a chunk that may lie beside the rows while it is brought.
-        """
-        llama, rows = self.llama, len(capacities)
-        self._drop_prefix()
-        llama.ensure(sum(capacities) + spare, FIRST + 2 * beams * rows)
-        self._empty_prompts()
-        return CellsCache(llama, range(FIRST, FIRST + rows))
+            tokens: Of each row, without those that it will generate.
+            room: Tokens that each will generate at most.
+            beams: How many times each will be repeated.
 
-    def _empty_prompts(self) -> None:
-        for sequence in range(WORK, self.llama.sequences):
-            self.llama.remove(sequence)
-        self.llama.begun += 1
+        Raises:
+            InvalidInputError: If there can be no context of so many cells.
+        """
+        llama, rows = self.llama, len(tokens)
+        cells = sum(tokens) + rows * beams * room
+        if not self.fits_together(cells):
+            raise InvalidInputError(
+                f"{cells} tokens are wanted at once, and beyond {llama.options.most} longrope has "
+                "other frequencies; ask for less, or give the engine a larger context_window"
+            )
+        # Whoever reorders beams needs as many again.
+        llama.ensure(cells, FIRST + rows * (2 * beams if beams > 1 else 1))
+        llama.empty()
+        return CellsCache(llama, range(FIRST, FIRST + rows))
 
     def bring(
         self,
@@ -363,22 +379,20 @@ class LlamaCppModel(LanguageModel):
                 sees what stands before it.  None for none.
         """
         llama, first = self.llama, segment.position
-        llama.set_state(WORK, self._written(segment, move))
-        if again is None or not bool(again.any()):
-            llama.copy(WORK, sequence)
-        else:
-            ids = segment.chunk.tokens.tolist()
-            for start, stop, is_again in _runs(again):
-                if is_again:
-                    self._run(ids[start:stop], first + start, sequence)
-                else:
-                    llama.copy(WORK, sequence, first + start, first + stop)
+        whole = [(0, len(segment), False)]
+        for start, stop, is_again in whole if again is None else _runs(again):
+            if is_again:
+                ids = segment.chunk.tokens[start:stop].tolist()
+                self._run(ids, first + start, sequence)
+            else:
+                llama.set_state(WORK, self._written(segment, move, start, stop))
+                llama.copy(WORK, sequence)
         llama.remove(WORK)
 
     def new_cache(self, mask: Tensor, *, room: int, beams: int = 1) -> CellsCache:
-        rows, width = mask.shape
-        cache = self.begin([width + room] * rows, beams=beams)
-        padding = (width - mask.sum(1)).tolist()
+        tokens = mask.sum(1)  # (rows,)
+        cache = self.begin(tokens.tolist(), room=room, beams=beams)
+        padding = (mask.shape[1] - tokens).tolist()
         cache.is_at(0, padding, padding)
         return cache
 
@@ -404,7 +418,7 @@ class LlamaCppModel(LanguageModel):
             self.llama.stop_when(None)
 
     def forget(self) -> None:
-        self.llama.clear()
+        self.llama.empty(wipe=True)
 
     # ---------------------------------------------------------------- what it is
 
@@ -421,7 +435,12 @@ class LlamaCppModel(LanguageModel):
 
     @property
     def _windows(self) -> list[int]:
-        return [self.llama.trained_length]
+        most = self.llama.options.most
+        return [self.llama.trained_length, *([most] if most else [])]
+
+    def fits_together(self, tokens: int) -> bool:
+        most = self.llama.options.most
+        return not most or tokens <= most
 
     @property
     def row_cost(self) -> float:
@@ -474,6 +493,14 @@ def _move(layout: ModelLayout, segment: Segment) -> Move | None:
         return None
     old = segment.chunk.start + torch.arange(len(segment))
     return Move.of(layout, old, old + segment.distance, torch.device("cpu"))
+
+
+def _narrowed(chunk: ChunkKV, start: int, stop: int) -> ChunkKV:
+    """Tokens `start..stop` of a chunk, views."""
+    tensors = tuple(tuple(one[..., start:stop, :] for one in group) for group in chunk.tensors)
+    return replace(
+        chunk, tokens=chunk.tokens[start:stop], start=chunk.start + start, tensors=tensors
+    )
 
 
 def _runs(chosen: Tensor) -> Iterator[tuple[int, int, bool]]:
