@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import contracts_backend
 import llama_smollm2 as llama
 import pytest
-
-llama.needed()
-
-import contracts_backend
 from contracts_backend import MAX_WAITING, BackendContract
 from serve_fakes import client, data_of
-from serve_works import answer_of, make_work
+from serve_works import Valve, answer_of, make_work
 
 from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse, policy_by_name
 from kvcache_rag.cli import main
@@ -31,25 +29,7 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
     from kvcache_rag_server.backend import Backend
 
-
-class TestLlamaBackend(BackendContract):
-    """The contract, over llama.cpp."""
-
-    @pytest.fixture(autouse=True)
-    def _of_llama(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(contracts_backend, "loaded", llama.loaded)
-        monkeypatch.setattr(contracts_backend, "reader", small)
-
-    def open(self) -> LocalBackend:
-        return LocalBackend(small(), name="reader", max_waiting=MAX_WAITING)
-
-    async def end(self, backend: Backend) -> None:
-        await backend.close()
-
-
-def small() -> Engine:
-    """An engine that refuses and reuses as the one that the contract was written with."""
-    return llama.engine(context_window=2048, policy=Reuse())
+llama.needed()
 
 
 CHAT = "/v1/chat/completions"
@@ -58,6 +38,42 @@ MESSAGES = [
     *({"role": turn.role, "content": turn.content} for turn in SAID),
     {"role": "user", "content": llama.QUESTION},
 ]
+
+
+@lru_cache(maxsize=2)
+def small(what: str = "alone") -> Engine:
+    """An engine that refuses and reuses as the one that the contract was written with.
+
+    Measuring a model takes a second, so there are two: one that is served, one alone.
+    """
+    del what
+    return llama.engine(context_window=2048, policy=Reuse())
+
+
+class TestLlamaBackend(BackendContract):
+    """The contract, over llama.cpp."""
+
+    @pytest.fixture(autouse=True)
+    def _of_llama(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(contracts_backend, "reader", small)
+
+    @pytest.fixture
+    def valve(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Valve]:
+        made = Valve(llama.loaded()[0].llama, monkeypatch, "decode")
+        yield made
+        made.fails = False
+        made.open.set()
+
+    def open(self) -> LocalBackend:
+        return LocalBackend(small("served"), name="reader", max_waiting=MAX_WAITING)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+
+    async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
+        own = await backend.own_policy()
+        assert own.name == "reordered"
+        assert {*own.warnings} == {"reuse", "composite"}  # it was not trained for blocks
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,11 @@ class LlamaCppForCausalLM:
         self.rope_factors, self.file_digest = dict(rope_factors), file_digest
         self.adapter_digest = ""
 
+    @property
+    def name_or_path(self) -> str:
+        """Of its file."""
+        return str(self.llama.path)
+
     def __copy__(self) -> Self:
         """Attributes of its own over the same file."""
         other = object.__new__(type(self))
