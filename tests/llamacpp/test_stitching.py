@@ -254,7 +254,10 @@ def test_the_law_would_notice(
         found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     except RuntimeError:
         return  # llama.cpp itself does not take it
-    assert error(found, expected) > 20 * rounding(family)
+    if family == "mpt" and mutant.startswith("keys"):  # which are not turned there
+        assert error(found, expected) < rounding(family)
+    else:
+        assert error(found, expected) > 10 * rounding(family)
 
 
 def test_the_law_would_notice_chunks_that_saw_no_prefix(

@@ -38,6 +38,10 @@ _ABORTED = 2
 _NONE, _NEIGHBOURS, _HALVES = -1, 0, 2
 
 
+class LlamaCppError(RuntimeError):
+    """What llama.cpp was asked for, and could not do."""
+
+
 def library() -> Any:
     """The functions of llama-cpp-python.
 
@@ -338,7 +342,7 @@ class LlamaCpp:
 
         Raises:
             StoppedError: If it was stopped.
-            RuntimeError: If llama.cpp could not.
+            LlamaCppError: If llama.cpp could not.
         """
         lib, rows = self.lib, []
         count = self.threads()
@@ -375,7 +379,7 @@ class LlamaCpp:
         if code == _ABORTED:
             raise StoppedError
         if code:
-            raise RuntimeError(f"llama.cpp could not compute {n} tokens (code {code})")
+            raise LlamaCppError(f"llama.cpp could not compute {n} tokens (code {code})")
         found = [
             np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, index), (self.vocabulary,))
             for index, is_wanted in enumerate(wanted)
@@ -392,19 +396,19 @@ class LlamaCpp:
         state = bytearray(size)
         room = (ctypes.c_uint8 * size).from_buffer(state)
         if lib.llama_state_seq_get_data(self.context, room, size, sequence) != size:
-            raise RuntimeError("llama.cpp could not write the state of a sequence")
+            raise LlamaCppError("llama.cpp could not write the state of a sequence")
         return state
 
     def set_state(self, sequence: int, state: bytearray) -> None:
         """Fill a sequence, which is emptied first, with cells that we wrote as bytes.
 
         Raises:
-            RuntimeError: If llama.cpp does not take them.
+            LlamaCppError: If llama.cpp does not take them.
         """
         lib, size = self.lib, len(state)
         room = (ctypes.c_uint8 * size).from_buffer(state)
         if lib.llama_state_seq_set_data(self.context, room, size, sequence) != size:
-            raise RuntimeError("llama.cpp could not read the state of a sequence")
+            raise LlamaCppError("llama.cpp could not read the state of a sequence")
 
     def copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
         """Let a sequence have the cells of another one, too, at positions `start..stop`."""
@@ -413,7 +417,7 @@ class LlamaCpp:
     def remove(self, sequence: int, start: int = -1, stop: int = -1) -> None:
         """Take cells from a sequence, all or those at positions `start..stop`."""
         if not self.lib.llama_memory_seq_rm(self._memory, sequence, start, stop):
-            raise RuntimeError("llama.cpp could not drop a part of a sequence")
+            raise LlamaCppError("llama.cpp could not drop a part of a sequence")
 
     def empty(self, *, wipe: bool = False) -> None:
         """Empty all sequences, so that cells are taken in the same order each time.
