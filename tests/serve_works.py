@@ -92,16 +92,22 @@ def serve_threads() -> list[str]:
 
 
 class Valve:
-    """Lets the forward passes of a model through, or holds them."""
+    """Lets the forward passes of a model through, or holds them.
 
-    def __init__(self, model: Any, patch: Any) -> None:
+    Args:
+        model: What computes them.
+        patch: Undoes it.
+        name: Of its method.
+    """
+
+    def __init__(self, model: Any, patch: Any, name: str = "forward") -> None:
         self.open = threading.Event()
         self.open.set()
         self.held = threading.Event()
         self.passes = 0
         self.budget: int | None = None  # passes after which it closes by itself
         self.fails = False
-        forward = model.forward
+        forward = getattr(model, name)
 
         @wraps(forward)  # transformers looks at its signature
         def held(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +124,7 @@ class Valve:
                 assert self.open.wait(PATIENCE)
             return forward(*args, **kwargs)
 
-        patch.setattr(model, "forward", held)
+        patch.setattr(model, name, held)
 
     def close(self) -> None:
         self.held.clear()

@@ -193,7 +193,7 @@ def test_law_of_chunks_in_8_bits_the_others_are_what_is_stored(
     family: str, rotation: Any, scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place by the kernel's specification, which needs neither its CPU nor its dtype."""
-    monkeypatch.setattr("kvcache_rag.generation.context.int8_refusal", lambda model: "")
+    monkeypatch.setattr("kvcache_rag.generation.buffered.int8_refusal", lambda model: "")
 
     def opened() -> Engine:
         store = DiskStore(tmp_path, codec=Int8())

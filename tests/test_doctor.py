@@ -23,8 +23,9 @@ GOOD = StitchedAnswer("Who?", "Ann", "Ann", 100, 0.01, 1e-6)
 # What nothing but an extra or another distribution brings, and transformers does not look for.
 OPTIONAL = (
     *("bs4", "chromadb", "cryptography", "datasets", "docx", "fastapi", "gguf", "jieba"),
-    *("langchain_core", "llama_index", "llguidance", "matplotlib", "prometheus_client"),
-    *("pypdf", "ray", "s3fs", "sentence_transformers", "triton", "uvicorn", "vllm"),
+    *("langchain_core", "llama_cpp", "llama_index", "llguidance", "matplotlib"),
+    *("prometheus_client", "pypdf", "ray", "s3fs", "sentence_transformers", "triton"),
+    *("uvicorn", "vllm"),
 )
 
 

@@ -35,7 +35,7 @@ from kvcache_rag import (
     StoredChunk,
     UnsupportedModelError,
 )
-from kvcache_rag.generation import context
+from kvcache_rag.generation import buffered
 from kvcache_rag.stitching.stitch import placed
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ def test_law_the_recomputed_tokens_are_those_that_generate_computes(
     engine = make_engine("qwen2 window")
     engine.add(TEXTS)
     chosen: list[int] = []
-    real = context.recompute
+    real = buffered.recompute
 
     def recompute(row: Any, selected: Tensor) -> None:
         chosen.extend(selected.nonzero()[:, 0].tolist())
         real(row, selected)
 
     found = engine.explain(QUESTION, TEXTS, policy=policy)
-    monkeypatch.setattr(context, "recompute", recompute)
+    monkeypatch.setattr(buffered, "recompute", recompute)
     engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
     assert states(found, "recomputed") == chosen
     assert bool(chosen) != (policy.is_reuse or policy.is_full)

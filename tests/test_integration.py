@@ -569,7 +569,7 @@ def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) ->
 
 def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_path: Path) -> None:
     loaded = {"tokenizer", "dtype", "device", "revision", "model_kwargs", "tokenizer_kwargs"}
-    loaded |= {"adapter", "weight_format"}
+    loaded |= {"adapter", "backend", "weight_format"}
     own = {"model", "template", "system_prompt", *loaded}
     assert EngineSettings.model_fields.keys() - own <= signature(Engine).parameters.keys()
     store = StoreSettings(kv_dir=str(tmp_path)).open_store(MemoryStore())

@@ -23,7 +23,7 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.codecs import Int8
-from kvcache_rag.generation import context
+from kvcache_rag.generation import buffered
 from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
@@ -238,13 +238,13 @@ def test_choosing_and_recomputing_are_timed_apart(
     engine.add(TEXTS)
     found = engine.generate(QUESTION, TEXTS, policy=Slow(2), max_new_tokens=1).metrics
     assert found.choose > 0.2 > found.recompute > 0
-    real = context.recompute
+    real = buffered.recompute
 
     def slow(*given: Any) -> int:
         time.sleep(0.2)
         return real(*given)
 
-    monkeypatch.setattr(context, "recompute", slow)
+    monkeypatch.setattr(buffered, "recompute", slow)
     found = engine.generate(QUESTION, TEXTS, policy=LegoLink(2), max_new_tokens=1).metrics
     assert found.recompute > 0.2 > found.choose > 0
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 DECLARING = (StoreOptions, EngineOptions, DeviceOption, EngineSettings, RequestLimits)
 EMBEDDING = (LocalSettings, StoreSettings, BuildSettings, ServerSettings, ChatKVCache, KVCacheLLM)
-# Whose own words say more: what stands beside `engine=` and `base_url=`.
-OWN = {(ChatKVCache, "model")}
+# Whose own words say more: what stands beside `engine=` and `base_url=`; servers of vLLM.
+OWN = {(ChatKVCache, "model"), (ServerSettings, "backend")}
 # Lists of what a run compares; the folder that `doctor` looks at.
 OTHERS = {("eval", "kv_codec"), ("doctor", "kv_dir")}
 
@@ -78,9 +78,10 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def test_a_flag_of_an_option_says_what_the_option_says() -> None:
-    options = {**declared(), **words(ServerSettings)}
     seen: set[str] = set()
     for command, parser in parsers():
+        of_server, options = words(ServerSettings), declared()
+        options = {**options, **of_server} if command == "serve" else {**of_server, **options}
         for action in parser._actions:
             serves = action.dest in options and command in ("serve", "playground")
             if (not serves and action.dest not in declared()) or (command, action.dest) in OTHERS:
@@ -89,7 +90,8 @@ def test_a_flag_of_an_option_says_what_the_option_says() -> None:
             assert (action.help or "").startswith(options[action.dest]), (command, action.dest)
             if action.option_strings and not isinstance(action, argparse.BooleanOptionalAction):
                 assert action.option_strings == [f"--{action.dest.replace('_', '-')}"]
-    assert seen >= {*StoreOptions.model_fields, *RequestLimits.model_fields, "adapter", "device"}
+    assert seen >= {*StoreOptions.model_fields, *RequestLimits.model_fields}
+    assert seen >= {"adapter", "backend", "device"}
 
 
 def words(owner: type[BaseModel]) -> dict[str, str]:
@@ -103,6 +105,7 @@ WRONG: tuple[tuple[str, Any], ...] = (
     ("kv_ttl", "nan"),
     ("kv_codec", "int2"),
     ("context_window", 0),
+    ("backend", "llamacpp"),
     ("weight_format", "Q4"),
     ("rotation", "moved"),
 )
@@ -136,7 +139,7 @@ def test_a_wrong_value_is_one_sentence_whichever_way_it_is_said(
     assert said[0].startswith(f"{name} cannot be used: ")
     assert all(one.startswith(f"{name} cannot be used: ") for one in said)
     if not isinstance(value, int):  # a text on a command line
-        assert len(set(said)) == 1, said
+        assert len(set(said)) == (2 if name == "backend" else 1), said  # a server has one more
     assert "\n" not in "".join(said)
 
 
@@ -224,8 +227,8 @@ def test_a_path_may_begin_with_the_home_folder(
     assert LocalSettings(template="~").template == PromptTemplate(system="Read this.\n")
     served = ServerSettings.of(None, "~/server.yaml")
     assert (served.kv_dir, served.api_keys) == (f"{home}/kv", home / "keys")
-    front = ServerSettings(engine="vllm", base_url=("http://a",), engine_key="~/k")
-    assert front.engine_key == f"{home}/k"
+    front = ServerSettings(backend="vllm", base_url=("http://a",), backend_key="~/k")
+    assert front.backend_key == f"{home}/k"
 
     store = DiskStore("~/kv", signing_key=Path("~/key"))
     assert store.root == home / "kv"

@@ -34,7 +34,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 import torch
 import xxhash
@@ -45,8 +45,7 @@ from kvcache_rag import Auxiliary, BestLast, DiskStore, Engine, ReusePolicy, pol
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.kv.chunk import canonical_json
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.pretrained import resolve
-from kvcache_rag.models.weights import model_identity
+from kvcache_rag.models.pretrained import Backend, resolve
 from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, top
@@ -218,7 +217,8 @@ def cell_of(label: str, model: str) -> Cell:
 
 def opened(options: argparse.Namespace) -> Engine:
     """The model."""
-    return Engine.from_pretrained(options.model, adapter=options.adapter or "none")
+    adapter = options.adapter or "none"
+    return Engine.from_pretrained(options.model, adapter=adapter, backend=options.backend)
 
 
 def auxiliary(options: argparse.Namespace) -> Auxiliary | None:
@@ -293,12 +293,12 @@ def _sat(options: argparse.Namespace) -> Engine:
 def identity(engine: Engine, model: str) -> dict[str, str]:
     """What answers depend on: the model's file, the weights as they are, and their dtype."""
     path = Path(resolve(model))
-    weights = xxhash.xxh3_128_hexdigest(canonical_json(model_identity(engine.model)))
+    weights = xxhash.xxh3_128_hexdigest(canonical_json(engine._adapter.weights.identity))
     return {
         "file": path.name,
         "sha256": file_digest(path) if path.is_file() else "",
         "weights": weights,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": str(engine._adapter.dtype).removeprefix("torch."),
     }
 
 
@@ -454,6 +454,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="a GGUF file, a folder, a name")
     parser.add_argument("--name", help="of the model in results (default: of its file)")
+    parser.add_argument("--backend", choices=get_args(Backend), default="transformers")
     parser.add_argument("--adapter", help="PEFT folder or installed name")
     parser.add_argument("--auxiliary", help="model that scores chunks for cacheclip")
     parser.add_argument(

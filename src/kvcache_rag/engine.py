@@ -36,7 +36,7 @@ from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cance
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.adapters import trained_for_blocks
-from kvcache_rag.models.attention.support import lock_of
+from kvcache_rag.models.language import lock_of
 from kvcache_rag.models.pretrained import chosen_adapter, language_model, load
 from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies import FullRecompute
@@ -242,7 +242,7 @@ class Engine:
             device=device,
             options=further,
             tokenizer=tokenizer,
-            adapter=chosen_adapter(name, adapter, backend),
+            adapter=chosen_adapter(name, adapter),
             weight_format=weight_format,
             backend=backend,
         )

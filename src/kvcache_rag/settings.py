@@ -34,6 +34,8 @@ from kvcache_rag.errors import (
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic.fields import FieldInfo
     from typing_extensions import Self
 
@@ -160,6 +162,16 @@ class EngineOptions(BaseModel):
     """deferred attends to chunks where they lie in memory, without a copy per answer (on a GPU: in
     `MemoryStore(device=...)`), or `Metrics.not_deferred` says why not; copied never does; auto (if
     nothing is said) does with int8 chunks on a CPU that reads them where they lie."""
+
+
+def said_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of options by their names those that say something: neither nothing nor their default."""
+    fields = EngineOptions.model_fields
+    return {
+        name: value
+        for name, value in values.items()
+        if value and not (name in fields and value == fields[name].default)
+    }
 
 
 class DeviceOption(BaseModel):
@@ -375,7 +387,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             device=self.device,
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
-            adapter=chosen_adapter(self.model, self.adapter, self.backend),
+            adapter=chosen_adapter(self.model, self.adapter),
             weight_format=self.weight_format,
             backend=self.backend,
         )
@@ -387,6 +399,8 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
 
         if tokenizer is None:
             raise InvalidInputError("a loaded model needs its tokenizer= too")
+        if self._is_llama(model):
+            return model, tokenizer, None
         if self.adapter is None or self.adapter == NO_ADAPTER:
             if self.weight_format != "auto":
                 pack_weights(model, self.weight_format)
@@ -398,6 +412,26 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             )
         name = str(getattr(model, "name_or_path", "") or type(model).__name__)
         return with_adapter(model, self.adapter, name), tokenizer, adapter_template(self.adapter)
+
+    def _is_llama(self, model: Any) -> bool:
+        """Whether llama.cpp has loaded a model; what it cannot be given any more is refused."""
+        from kvcache_rag.models.adapters import NO_ADAPTER
+        from kvcache_rag.models.llamacpp.loading import check_format
+        from kvcache_rag.models.pretrained import is_llama
+
+        if is_llama(model):
+            check_format(self.weight_format)
+            if self.adapter not in (None, NO_ADAPTER):
+                raise InvalidInputError(
+                    "llama.cpp takes an adapter while it loads a model, and a loaded one was "
+                    "given; name its file, and the adapter"
+                )
+        elif self.backend == "llama.cpp":
+            raise InvalidInputError(
+                'backend="llama.cpp" loads a GGUF file, and a loaded model of transformers was '
+                "given; name the file, or leave backend out"
+            )
+        return is_llama(model)
 
     def _load_tokenizer(self, given: Any, *, is_loaded: bool) -> Any:
         """The tokenizer that was given or named; None for the model's own."""
@@ -431,13 +465,18 @@ class LocalSettings(EngineSettings, StoreSettings):
         return self.open_engine(self.open_store(memory), **loaded)
 
     def memory_codec(self) -> Codec | None:
-        """The form of chunks in memory: on a CPU that of the store, if attention reads it."""
+        """The form of chunks in memory: on a CPU, where those of llama.cpp always lie, the store's.
+
+        If attention over it, or what moves keys, reads it; else as the model made them.
+        """
         import torch
 
         from kvcache_rag.codecs import by_name
 
         found = by_name(self.kv_codec or "native")
         place = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.backend == "llama.cpp":
+            place = "cpu"
         return found if found.is_attended and place == "cpu" else None
 
 

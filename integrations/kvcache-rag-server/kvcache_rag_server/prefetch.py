@@ -32,7 +32,7 @@ from kvcache_rag.errors import (
     check_settings,
 )
 from kvcache_rag.forks import new_condition, new_lock
-from kvcache_rag.models.pretrained import checked_device
+from kvcache_rag.models.pretrained import checked_device, is_llama
 from kvcache_rag.models.weights import PACKED
 from kvcache_rag.prompt.scores import ranking
 
@@ -410,6 +410,11 @@ def ensure_same_keys(engine: Engine, second: Engine) -> None:
 
 def _placed(model: Any, device: torch.device) -> Any:
     """A copy of a module whose weights lie on `device`; those that lie there are shared."""
+    if is_llama(model):
+        raise InvalidInputError(
+            "a model in llama.cpp cannot be copied to prefetch beside itself; prefetch with the "
+            'one that answers ("same"), or not ("off")'
+        )
     if getattr(model, PACKED, None) is not None and device.type != "cpu":
         raise InvalidInputError(
             f"weights packed for a CPU cannot be copied to {str(device)!r}; load the model "

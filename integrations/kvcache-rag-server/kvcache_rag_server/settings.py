@@ -14,12 +14,12 @@ from kvcache_rag.settings import FilePath, LocalSettings, PathText, Settings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TRANSFORMERS: Final = "transformers"
-
 VLLM: Final = "vllm"
 
 # Of `LocalSettings`, what is read before servers of vLLM, too.
-_OF_VLLM: Final = {"model", "revision", "template", "system_prompt", "context_window", "gate"}
+_OF_VLLM: Final = {
+    *("backend", "model", "revision", "template", "system_prompt", "context_window", "gate"),
+}
 
 
 class RequestLimits(Settings):
@@ -72,12 +72,13 @@ class ServerSettings(LocalSettings, RequestLimits):
     a model that was trained for cached chunks, else bestlast."""
     memory_bytes: int = Field(default=1 << 30, gt=0)
     """Limit of the memory before the folder."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What computes: transformers in this process, or vllm at its servers."""
+    backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more
+    """What runs the model: in this process transformers, or llama.cpp, which takes GGUF files as
+    they are (4 bits stay 4 bits); or vllm at its servers."""
     base_url: tuple[str, ...] = ()
     """Of a server of vLLM with the connector of vllm-kvcache-rag; repeatable, all of one model and
     store."""
-    engine_key: PathText | None = None
+    backend_key: PathText | None = None
     """File of the key that those servers have, too; without it that of the environment."""
     host: str = "127.0.0.1"
     """Address to listen on; loopback unless the server knows who calls."""
@@ -107,7 +108,7 @@ class ServerSettings(LocalSettings, RequestLimits):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._check_engine()
+        self._check_backend()
         if self.policy:
             policy_by_name(self.policy)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
@@ -117,18 +118,18 @@ class ServerSettings(LocalSettings, RequestLimits):
             )
         return self
 
-    def _check_engine(self) -> None:
-        """Refuse options of an engine that does not compute, or of a store that is not there."""
+    def _check_backend(self) -> None:
+        """Refuse options of a backend that does not compute, or of a store that is not there."""
         if self.signing_key and not self.kv_dir:
             raise InvalidInputError("--signing-key is the key of a store; name that by --kv-dir")
-        if self.engine == TRANSFORMERS:
-            if self.base_url or self.engine_key:
+        if self.backend != VLLM:
+            if self.base_url or self.backend_key:
                 raise InvalidInputError(
-                    "--base-url and --engine-key are for servers: say --engine vllm"
+                    "--base-url and --backend-key are for servers: say --backend vllm"
                 )
             return
         if not self.base_url:
-            raise InvalidInputError("--engine vllm needs its servers: --base-url http://host:8000")
+            raise InvalidInputError("--backend vllm needs its servers: --base-url http://host:8000")
         own = (self.model_fields_set & LocalSettings.model_fields.keys()) - _OF_VLLM
         if self.prefetch != "off":
             own.add("prefetch")

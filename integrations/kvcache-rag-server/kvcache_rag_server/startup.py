@@ -125,7 +125,7 @@ def _yielding() -> Iterator[None]:
 
 def open_backend(settings: ServerSettings) -> Backend:
     """The backend that the settings describe; who runs the server closes it in its event loop."""
-    if settings.engine == VLLM:
+    if settings.backend == VLLM:
         from vllm_kvcache_rag.front.launch import vllm_backend
 
         return vllm_backend(settings)
@@ -283,7 +283,7 @@ def announcement(settings: ServerSettings, url: str) -> str:
         f"{settings.name} at {url}/v1",
         f"chunks in {settings.kv_dir}" if settings.kv_dir else "chunks in memory only",
     ]
-    if settings.engine == VLLM:
+    if settings.backend == VLLM:
         parts[1:] = [f"computed by vLLM at {', '.join(settings.base_url)}"]
     parts.append("API keys" if settings.api_keys else "no API keys")
     return f"serving {', '.join(parts)}"

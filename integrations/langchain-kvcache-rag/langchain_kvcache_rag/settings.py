@@ -23,6 +23,7 @@ from kvcache_rag.integration import (
     open_engine,
     refuse_unknown,
     remote_engine,
+    said_options,
     written,
 )
 from langchain_kvcache_rag.calls import INTERNAL
@@ -49,7 +50,7 @@ _OF_THE_ENGINE: Final = (
 )
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
-_OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "template")
+_OF_THE_SERVER: Final = ("adapter", "auxiliary", "backend", "gate", "template")
 # What of the settings changes no word of an answer, and why; whatever else there is does.
 NO_ANSWER: Final = {
     "cache": "where answers are kept",
@@ -89,7 +90,8 @@ _NAMED: Final = (
     "system_prompt",
     "gate",
 )
-
+# Likewise, where it is not as ever.
+_SAID: Final = ("backend", "weight_format", "auxiliary")
 
 # How what other packages and parts of this one call so is said here.
 _ELSEWHERE: Final = {
@@ -246,8 +248,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
             **named,
             "model_name": self.model,
             **({"chat_template_kwargs": repr(values)} if values else {}),
-            **({} if self.weight_format == "auto" else {"weight_format": self.weight_format}),
-            **({} if self.auxiliary is None else {"auxiliary": self.auxiliary}),
+            **said_options({name: getattr(self, name) for name in _SAID}),
             "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
             "model_kwargs": kwargs,
             "policy": repr(policy),
@@ -321,7 +322,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         return open_engine(self.model, device_map=device, policy=self.policy, **named)
 
     def _ask_server(self, base_url: str) -> Engine:
-        clash = [name for name in _OF_THE_SERVER if getattr(self, name)]
+        clash = [*said_options({name: getattr(self, name) for name in _OF_THE_SERVER})]
         clash += ["weight_format"] * (self.weight_format in ("int8", "int4"))
         if clash:
             raise InvalidInputError(
@@ -358,9 +359,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
 
 def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:
-    names = [name for name in _OF_THE_ENGINE if settings.get(name)]
-    # "auto" says nothing.
-    clash = [name for name in names if (name, settings[name]) != ("weight_format", "auto")]
+    clash = [*said_options({name: settings.get(name) for name in _OF_THE_ENGINE})]
     if clash:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"

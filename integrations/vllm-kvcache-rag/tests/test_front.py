@@ -535,16 +535,16 @@ async def test_what_is_no_vllm_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"engine": "sglang"}, "engine cannot be used: Input should be"),
-        ({"engine": "vllm"}, "needs its servers: --base-url"),
-        ({"base_url": ("http://a",)}, "are for servers: say --engine vllm"),
-        ({"engine_key": "file"}, "are for servers: say --engine vllm"),
+        ({"backend": "sglang"}, "backend cannot be used: Input should be"),
+        ({"backend": "vllm"}, "needs its servers: --base-url"),
+        ({"base_url": ("http://a",)}, "are for servers: say --backend vllm"),
+        ({"backend_key": "file"}, "are for servers: say --backend vllm"),
         (
-            {"engine": "vllm", "base_url": ("http://a",), "kv_dir": "kv"},
+            {"backend": "vllm", "base_url": ("http://a",), "kv_dir": "kv"},
             "--kv-dir is for a model in this",
         ),
         (
-            {"engine": "vllm", "base_url": ("http://a",), "prefetch": "same"},
+            {"backend": "vllm", "base_url": ("http://a",), "prefetch": "same"},
             "--prefetch is for a model",
         ),
     ],

@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvcache_rag.settings import LocalSettings
 
     add_model(parser)
-    add_options(parser, LocalSettings, "adapter", "weight_format", "revision", "device", "dtype")
+    options = ("backend", "adapter", "weight_format", "revision", "device", "dtype")
+    add_options(parser, LocalSettings, *options)
     timed = parser.add_argument_group(
         "what is timed",
         "Chunks in files lie in --kv-dir, where other chunks stay as they are, else in a temporary "
@@ -280,7 +281,6 @@ def _corpus(
     questions: Sequence[str],
 ) -> dict[str, Any]:
     """Bytes of all chunks, and how often questions ask for the same ones."""
-    from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag_lab.evaluation.cost.popularity import Recurrence, embedding_by_name, nearest
     from kvcache_rag_lab.evaluation.cost.sizes import file_sizes
     from kvcache_rag_server.commands.corpora import cut
@@ -290,7 +290,7 @@ def _corpus(
         texts = [piece for text in texts.values() for piece in cut(text, *cutting)]
     pieces = list(dict.fromkeys(texts))
     lengths = [key.tokens for key in engine.keys(pieces)]
-    sizes = file_sizes(TransformersModel(engine.model).measured.chunk_layout, lengths)
+    sizes = file_sizes(engine._adapter.measured.chunk_layout, lengths)
     recurrence = None
     if questions:
         embed = embedding_by_name(arguments.embed)
@@ -318,6 +318,7 @@ def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "model": {
             "name": arguments.model,
             "revision": identity.revision,
+            "backend": arguments.backend or "transformers",
             "adapter": arguments.adapter,
             "dtype": identity.dtype,
             "weight_format": arguments.weight_format or "auto",

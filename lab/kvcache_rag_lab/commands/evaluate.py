@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         compared,
         EngineSettings,
-        *("adapter", "auxiliary", "device", "dtype", "weight_format"),
+        *("backend", "adapter", "auxiliary", "device", "dtype", "weight_format"),
     )
     compared.add_argument(
         "--divergence",
@@ -142,7 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric, tasks)
     cells = _cells(arguments, policies)
     for model in arguments.models:
-        check_model(model)  # before a bar promises thousands of answers
+        check_model(
+            model, arguments.backend or "transformers"
+        )  # before a bar promises thousands of answers
     records = evaluate(
         tasks,
         cells,

@@ -40,9 +40,12 @@ OF_SERVERS = ("reordered", "composite")
 # What a model with recurrent layers does, in which no single token is computed again.
 OF_RECURRENT = ("reordered", "bestlast", "combination")
 
+# What llama.cpp does, which shows neither attention nor keys of single layers.
+OF_LLAMA = ("reordered", "bestlast", "legolink", "combination")
+
 # Of a model in this process.
 _OF_MODELS = (
-    *("adapter", "auxiliary", "device", "dtype"),
+    *("adapter", "auxiliary", "backend", "device", "dtype"),
     *("kv_codec", "system_prompt", "weight_format"),
 )
 
@@ -93,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="POLICY",
         help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
-        f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)})",
+        f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)}; "
+        f"of llama.cpp {' '.join(OF_LLAMA)})",
     )
     parser.add_argument(
         "--keep",
@@ -236,7 +240,9 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
     from kvcache_rag.errors import InvalidInputError
     from kvcache_rag.policies.named import policy_by_name
 
-    default = OF_SERVERS if arguments.base_url else POLICIES
+    default: tuple[str, ...] = OF_SERVERS if arguments.base_url else POLICIES
+    if arguments.backend == "llama.cpp":
+        default = OF_LLAMA
     names = list(dict.fromkeys(arguments.policies or default))
     if arguments.auxiliary and not any(name.startswith("cacheclip") for name in names):
         names.append("cacheclip")

@@ -14,7 +14,6 @@ import xxhash
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json
-from kvcache_rag.models.weights import model_identity
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.ask import (
     Asked,
@@ -103,7 +102,7 @@ def evaluate(
         for label in dict.fromkeys(cell.model for cell in cells):
             if run.missing(label):
                 engine = open_model((models or {}).get(label, label))
-                identity = canonical_json(model_identity(engine.model))
+                identity = canonical_json(engine._adapter.weights.identity)
                 records.note(f"model {label}", xxhash.xxh3_128_hexdigest(identity))
                 with tempfile.TemporaryDirectory() as folder:
                     places = Workplaces(engine, Path(folder), auxiliary, store)

@@ -33,6 +33,7 @@ from kvcache_rag.generation.gate import policy_key, scorer_name
 from kvcache_rag.integration.references import is_remote
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
 from kvcache_rag.progress import plural, progress_bar
 from kvcache_rag.prompt.words import normalised
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.verdict import AuxiliaryAgreement
     from kvcache_rag_lab.scoring.question import Question
 
@@ -525,7 +527,8 @@ def check_numerics(
 
     `FullRecompute()` with the model's plain forward pass, one chunk that was cached with the same,
     and several cached chunks, reordered and composite, with one forward pass under the block mask
-    (`mask.block_mask`), where no layer is recurrent.  Chunks are stored without loss for this.
+    (`mask.block_mask`), where no layer is recurrent; of llama.cpp, which takes no mask, reordered
+    with chunks that it computes in their places.  Chunks are stored without loss for this.
 
     Args:
         engine: With the model; its store is used only if its codec is `Native`.
@@ -537,8 +540,11 @@ def check_numerics(
     """
     is_exact = engine.store.codec.name == Native.name
     exact = engine if is_exact else Workplaces(engine, Path()).get("", "").reader  # in memory
-    model = TransformersModel(engine.model, packed_attention=False)
-    tolerance = TOLERANCES.get(model.dtype, COARSE)
+    model: LanguageModel = exact._adapter
+    tolerance = COARSE  # in llama.cpp products of quantised weights round their inputs to 8 bits
+    if not isinstance(model, LlamaCppModel):
+        model = TransformersModel(engine.model, packed_attention=False)
+        tolerance = TOLERANCES.get(model.dtype, COARSE)
     some = list(chunks[:MOST_CHUNKS])
 
     def check(name: str, found: Tensor, reference: Tensor) -> NumericsCheck:
@@ -547,34 +553,58 @@ def check_numerics(
     full = exact.logits(question, some, policy=FullRecompute())
     single = exact.logits(question, some[:1], policy=Reuse())
     checks = [
-        check("full prefill and the model's own forward pass", full, _plain(exact, question, some)),
-        check("one cached chunk and a plain prefill", single, _plain(exact, question, some[:1])),
+        check(
+            "full prefill and the model's own forward pass",
+            *(full, _plain(exact, model, question, some)),
+        ),
+        check(
+            "one cached chunk and a plain prefill",
+            *(single, _plain(exact, model, question, some[:1])),
+        ),
     ]
     is_masked = model.recurrent is None  # no mask keeps a state from going on
     if is_masked and not model.measured.immovable and not model.measured.by_place:
         several = some if len(some) > 1 else some * 2
         schemes: tuple[PositionScheme, ...] = ("reordered", "composite")
-        for scheme in schemes:
+        for scheme in schemes[: 1 if model.has_cells else None]:
             with suppress(ContextTooLongError):  # a single chunk need not fit twice
                 reused = exact.logits(question, several, policy=Reuse(positions=scheme))
-                wanted = _masked(exact, model, question, several, scheme)
-                checks.append(check(f"cached chunks ({scheme}) and the block mask", reused, wanted))
+                name, wanted = _stitched(exact, model, question, several, scheme)
+                checks.append(check(f"cached chunks ({scheme}) and {name}", reused, wanted))
     return tuple(checks)
 
 
-def _plain(engine: Engine, question: str, chunks: Sequence[str]) -> Tensor:
-    """Logits of the query by transformers alone, with its own mask and positions."""
+def _plain(engine: Engine, model: LanguageModel, question: str, chunks: Sequence[str]) -> Tensor:
+    """Logits of the query by transformers or llama.cpp alone, with its own mask and positions."""
     ids = engine.tokenize(question, chunks)
-    model: Any = engine.model
-    device = model.get_input_embeddings().weight.device
+    every = torch.tensor([ids.all])
+    if isinstance(model, LlamaCppModel):
+        return model.forward(every, None, torch.arange(len(ids.all)), keep=len(ids.query))[0]
+    own: Any = engine.model
+    device = own.get_input_embeddings().weight.device
     with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([ids.all], device=device), use_cache=False).logits
+        logits: Tensor = own(every.to(device), use_cache=False).logits
     return logits[0, -len(ids.query) :].float().cpu()
+
+
+def _stitched(
+    engine: Engine,
+    model: LanguageModel,
+    question: str,
+    chunks: Sequence[str],
+    scheme: PositionScheme,
+) -> tuple[str, Tensor]:
+    """What logits over cached chunks are compared with, and its name."""
+    if isinstance(model, LlamaCppModel):
+        ids = engine.tokenize(question, chunks)
+        found = model.logits_in_place(ids.prefix, ids.chunks, ids.query)
+        return "chunks computed in their places", found
+    return "the block mask", _masked(engine, model, question, chunks, scheme)
 
 
 def _masked(
     engine: Engine,
-    model: TransformersModel,
+    model: Any,
     question: str,
     chunks: Sequence[str],
     scheme: PositionScheme,
@@ -584,7 +614,8 @@ def _masked(
     mask = model.mask_argument(sequence.allowed, sequence.indices)
     keep = sequence.query_tokens
     logits = model.forward(sequence.ids[None], None, sequence.positions, mask=mask, keep=keep)
-    return logits[0].float().cpu()
+    found: Tensor = logits[0].float().cpu()
+    return found
 
 
 def _error(found: Tensor, reference: Tensor) -> float:

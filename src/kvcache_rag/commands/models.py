@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvcache_rag.kv.chunk import ChunkLayout
-    from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag.models.rotation import LayerGroup, ModelLayout
+    from kvcache_rag.models.language import LanguageModel
+    from kvcache_rag.models.rotation import FrequencySet, LayerGroup, ModelLayout
     from kvcache_rag.models.states import RecurrentLayers
 
 HELP = "say whether chunks of a model can be stitched"
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help=_CHECK, description=_CHECK)
     add_model(check)
-    add_options(check, EngineSettings, "adapter", "weight_format", "revision", "dtype")
+    add_options(check, EngineSettings, "backend", "adapter", "weight_format", "revision", "dtype")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
-    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.pretrained import language_model
 
-    model = TransformersModel(_load(arguments))
+    model = language_model(_load(arguments))
     print("\n".join(_describe(arguments.model, model)))
     reason = model.why_refused
     if reason:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    from kvcache_rag.models.pretrained import load
+    from kvcache_rag.models.pretrained import chosen_adapter, load
     from kvcache_rag.settings import EngineSettings
 
     settings = EngineSettings.of(arguments)
@@ -59,13 +59,14 @@ def _load(arguments: argparse.Namespace) -> Any:
         dtype=settings.dtype,
         device=None,
         options={"revision": settings.revision} if settings.revision else {},
-        adapter=settings.adapter,
+        adapter=chosen_adapter(settings.model, settings.adapter),
         weight_format=settings.weight_format,
+        backend=settings.backend,
     )
     return model
 
 
-def _describe(name: str, model: TransformersModel) -> Iterator[str]:
+def _describe(name: str, model: LanguageModel) -> Iterator[str]:
     window = model.window(None)
     yield f"model           {name} ({type(model.model).__name__})"
     yield f"dtype           {_plain(model.dtype)}"
@@ -81,9 +82,10 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
     yield f"cache           {_bytes(layout.chunk_layout)}"
     if layout.limit is not None:
         yield f"length          {layout.limit} tokens: {layout.beyond}"
-    fixed = [own.limit for own in layout.frequencies if own.limit is not None]
+    turned = _turned_by(layout)
+    fixed = [own.limit for own in turned.values() if own.limit is not None]
     yield f"frequencies     {f'fixed up to {min(fixed)} tokens' if fixed else 'fixed'}"
-    for index, frequencies in enumerate(layout.frequencies):
+    for index, frequencies in turned.items():
         values = frequencies.at_rest()
         ends = f"{float(values.max()):.4g} to {float(values.min()):.4g} radians per position"
         yield f"  set {index}         {frequencies.name}: {values.numel()}, {ends}"
@@ -91,6 +93,13 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
     for index, group in enumerate(layout.groups):
         yield f"  group {index}       {_describe_group(group)}"
     yield f"residual        {layout.residual:.1e} (relative, first layer)"
+
+
+def _turned_by(layout: ModelLayout) -> dict[int, FrequencySet]:
+    """The sets of frequencies by which something turns, by their numbers."""
+    both = ((group.key_rotation, group.value_rotation) for group in layout.groups)
+    used = {one.frequency for pair in both for one in pair if one.style != "none"}
+    return {index: layout.frequencies[index] for index in sorted(used)}
 
 
 def _kinds(layout: ModelLayout) -> str:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from kvcache_rag.generation.cells import CellsFiller
 from kvcache_rag.generation.context import (
     Context,
-    ContextFiller,
     ContextRow,
+    Filler,
     Prompt,
     PromptBuffer,
 )
@@ -92,10 +91,11 @@ class Answerer:
         self.buffer = PromptBuffer(model)
         self.is_choosy = loader is None or model.measured.by_place or model.has_cells
         self.watch: AnswerWatch | None = None
-        self.filler: ContextFiller | None = None
+        self.filler: Filler | None = None
         if loader is not None:
-            kind = CellsFiller if model.has_cells else ContextFiller
-            self.filler = kind(model, tokenizer, loader, self.buffer, auxiliary, rotation)
+            self.filler = _filler_of(model)(
+                model, tokenizer, loader, self.buffer, auxiliary, rotation
+            )
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
@@ -374,6 +374,17 @@ class Answerer:
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
+
+
+def _filler_of(model: LanguageModel) -> type[Filler]:
+    """Who brings contexts for a model; what the other one needs loads much."""
+    if model.has_cells:
+        from kvcache_rag.generation.cells import CellsFiller
+
+        return CellsFiller
+    from kvcache_rag.generation.buffered import BufferFiller
+
+    return BufferFiller
 
 
 def _pushed(decoder: TextDecoder, ids: Sequence[int]) -> tuple[int, ...]:

@@ -1,29 +1,41 @@
 """The contexts of a batch of prompts in a model that has cells of its own (llama.cpp).
 
-Chunks stay where the store keeps them and are written into the cells one by one, so that a prompt
-takes memory once.
+Chunks are read one by one and written into the cells, so that a prompt takes its memory once.  What
+is missing is computed before, in the same cells.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.generation.context import Context, ContextFiller, ContextRow
+from kvcache_rag.generation.context import Context, ContextRow, Filler
+from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.generate import beams
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens
-from kvcache_rag.stitching.stitch import StitchedRow, moves_of
+from kvcache_rag.stitching.loader import LoadedContext
+from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow, moves_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from kvcache_rag.generation.context import Prompt
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.metrics import Miss
     from kvcache_rag.models.llamacpp.cells import CellsCache
     from kvcache_rag.models.llamacpp.model import LlamaCppModel
+    from kvcache_rag.prefill import ContextChunk
+    from kvcache_rag.stitching.loader import ContextLoader, Shared
 
 _WHY = "llama.cpp has contexts in cells of its own"
 
@@ -48,49 +60,74 @@ class CellsContext(Context):
         return self.cells
 
 
-class CellsFiller(ContextFiller):
+@dataclass(eq=False)
+class _Plan:
+    """A prompt, what is chosen of it, and what of it had to be computed first.
+
+    Attributes:
+        prompt: As it was asked for.
+        row: Its lengths as they are known, and what is chosen.
+        missed: What was not cached, by its key.
+        seconds: For computing that.
+    """
+
+    prompt: Prompt
+    row: ContextRow
+    missed: dict[ChunkKey, Miss] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class CellsFiller(Filler):
     """Brings the contexts of prompts for one engine."""
 
     model: LlamaCppModel
 
     def _fill(self, prompts: Sequence[Prompt]) -> Context:
-        rows = [self._held(prompt) for prompt in prompts]
-        request = prompts[0].request
-        cells = self.model.begin(
-            [row.shape.tokens for row in rows],
-            room=request.max_new_tokens,
-            beams=beams(request.options),
-        )
-        brought = [
-            self._brought(prompt, row, sequence)
-            for prompt, row, sequence in zip(prompts, rows, cells.sequences, strict=True)
-        ]
-        return CellsContext(self.model, brought, "copied", None, _WHY, cells)
+        plans = [self._planned(prompt) for prompt in prompts]
+        computed: Shared = {}
+        for plan in plans:
+            self._compute(plan, computed)
+        while True:
+            context = self._brought(plans, computed)
+            if context is not None:
+                return context
 
     def choose(self, prompt: Prompt) -> ContextRow:
-        return self._held(prompt)
+        plan = self._planned(prompt)
+        self._compute(plan, {})
+        return plan.row
 
-    def _held(self, prompt: Prompt) -> ContextRow:
-        """Find the context of a prompt where it lies, and choose tokens."""
+    # ------------------------------------------------------------------ what is chosen
+
+    def _planned(self, prompt: Prompt) -> _Plan:
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
-        scores = self._scoring(policy, prompt.request.question, prompt.chunks)
-        scheme, adjacent = policy.positions, policy.adjacent_query
-        loaded = loader.hold(prompt.chunks, scheme, {}, adjacent=adjacent)
-        ids, shape = self._joined(prompt, loaded)
-        row = ContextRow(ids, shape, loaded, policy)
+        prefix = loader.prefiller.prefix_ids
+        sizes = [chunk.key.tokens for chunk in prompt.chunks]
+        shape = StitchedPrompt.of(len(prefix), sizes, len(prompt.query))
+        row = ContextRow(torch.empty(0), shape, LoadedContext(()), policy)
         if policy.is_reuse or not shape.context_tokens:
-            return row
+            return _Plan(prompt, row)
+        known = [loader.known(chunk) for chunk in prompt.chunks]
+        prompt = replace(prompt, chunks=tuple(known))
+        scores = self._scoring(policy, prompt.request.question, known)
+        ids = [*prefix, *(token for chunk in known for token in chunk.ids), *prompt.query]
+        row = replace(
+            row,
+            ids=torch.tensor(ids),  # (tokens,) int64
+            shape=StitchedPrompt.of(len(prefix), list(map(len, known)), len(prompt.query)),
+        )
         started = time.perf_counter()
         nowhere = KVBuffer.allocate(self.model.measured.chunk_layout, 1, 0, self.model.device)
-        signals = RowSignals(StitchedRow(self.model, nowhere, ids, shape), scores)
-        selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
-        return replace(
+        signals = RowSignals(StitchedRow(self.model, nowhere, row.ids, row.shape), scores)
+        selected = chosen_tokens(policy, row.shape, signals)  # (context_tokens,) bool
+        row = replace(
             row,
             selected=selected if bool(selected.any()) else None,
             choosing=time.perf_counter() - started,
             scorer_misses=0 if scores is None else scores.misses,
             heard_query=signals.heard_query,
         )
+        return _Plan(prompt, row)
 
     def ensure_possible(self, prompt: Prompt) -> None:
         policy = prompt.policy
@@ -107,28 +144,127 @@ class CellsFiller(ContextFiller):
                 'composite positions do not; use positions="reordered", or backend="transformers"'
             )
 
-    def _brought(self, prompt: Prompt, row: ContextRow, sequence: int) -> ContextRow:
-        """Write a context into its sequence, and compute what was chosen again."""
-        loader, segments = self.loader.of(prompt.chunks), row.loaded.segments
-        started = time.perf_counter()
-        layout = self.model.measured
-        moves = moves_of(layout, segments, loader.prefiller.position, self.model.device)
-        recomputing = 0.0
-        for segment, move in zip(segments, moves, strict=True):
-            again = None
-            if row.selected is not None:
-                again = row.selected[segment.column : segment.stop]
-            begun = time.perf_counter()
-            self.model.bring(sequence, segment, move, again)
-            if again is not None and bool(again.any()):
-                recomputing += time.perf_counter() - begun
+    # ------------------------------------------------------------------ what is computed first
+
+    def _compute(self, plan: _Plan, computed: Shared) -> None:
+        """Compute and store what is in no tier of the store."""
+        loader, started = self.loader.of(plan.prompt.chunks), time.perf_counter()
+        loader.prefiller.prefix()
+        store = loader.prefiller.store
+        absent = [
+            chunk
+            for chunk in plan.prompt.chunks
+            if chunk.key not in computed and store.locate(chunk.key) is None
+        ]
+        if absent:
+            self._held(plan, loader, absent, computed)
+        plan.seconds += time.perf_counter() - started
+
+    def _held(
+        self,
+        plan: _Plan,
+        loader: ContextLoader,
+        chunks: Sequence[ContextChunk],
+        computed: Shared,
+    ) -> Shared:
+        """Chunks by their keys, and where each came from; what is computed now is kept."""
+        found: Shared = {}
+        loaded = loader.hold(chunks, "reordered", found)
+        keys = {chunk.place: chunk.key for chunk in chunks}
+        for miss in loaded.missed:
+            key = keys[miss.chunk]
+            plan.missed[key], computed[key] = miss, found[key]
+        return found
+
+    # ------------------------------------------------------------------ what is brought
+
+    def _brought(self, plans: Sequence[_Plan], computed: Shared) -> Context | None:
+        """All contexts in cells; None if a chunk could not be read after all, and was computed."""
+        request = plans[0].prompt.request
+        cells = self.model.begin(
+            [plan.row.shape.tokens for plan in plans],
+            room=request.max_new_tokens,
+            beams=beams(request.options),
+        )
+        rows: list[ContextRow] = []
+        alike: dict[tuple[ContextChunk, ...], tuple[int, ContextRow]] = {}
+        for plan, sequence in zip(plans, cells.sequences, strict=True):
+            source = alike.get(plan.prompt.chunks)
+            row: ContextRow | None
+            if source is not None:
+                row = self._copied(source, plan.prompt, sequence)
+            else:
+                row = self._row(plan, cells, sequence, computed)
+            if row is None:
+                return None
+            rows.append(row)
+            if row.can_be_copied:
+                alike[plan.prompt.chunks] = sequence, row
+        return CellsContext(self.model, rows, "copied", _WHY, cells)
+
+    def _row(
+        self, plan: _Plan, cells: CellsCache, sequence: int, computed: Shared
+    ) -> ContextRow | None:
+        """One context in its sequence."""
+        loader, started = self.loader.of(plan.prompt.chunks), time.perf_counter()
+        row, hits, ids = plan.row, Counter[str](), [*loader.prefiller.prefix_ids]
+        prefix = loader.prefiller.prefix()
+        if prefix is not None:
+            self._bring(loader, Segment(prefix, 0, 0), sequence, None)
+        load = recomputing = 0.0
+        for chunk in plan.prompt.chunks:
+            begun, place = time.perf_counter(), len(ids)
+            found = computed
+            if chunk.key not in found:
+                found = self._held(plan, loader, [chunk], computed)
+            if not cells.is_current:
+                return None
+            member, tier = found[chunk.key]
+            load += time.perf_counter() - begun
+            if chunk.key not in plan.missed:
+                hits[tier] += 1
+            ids += member.tokens.tolist()
+            if len(ids) > row.shape.context_tokens:
+                raise OtherLengthsError
+            again = None if row.selected is None else row.selected[place : len(ids)]
+            recomputing += self._bring(loader, Segment(member, place, place), sequence, again)
         seconds = time.perf_counter() - started
-        loaded = replace(row.loaded, stitch=seconds - recomputing, segments=())
-        recomputed = 0 if row.selected is None else int(row.selected.sum())
+        prefilled = sum(key.tokens for key in plan.missed)
+        loaded = LoadedContext(
+            ids=tuple(ids),
+            load=plan.seconds + load,
+            stitch=seconds - load - recomputing,
+            hits=dict(hits),
+            reused_tokens=len(ids) - len(loader.prefiller.prefix_ids) - prefilled,
+            prefilled_tokens=prefilled,
+            missed=tuple(plan.missed.values()),
+            begun=started - plan.seconds,
+        )
+        whole, shape = self._joined(plan.prompt, loaded)
         return replace(
             row,
+            ids=whole,
+            shape=shape,
             loaded=loaded,
             selected=None,  # the query is still to be computed
             recomputing=recomputing,
-            recomputed_tokens=recomputed,
+            recomputed_tokens=0 if row.selected is None else int(row.selected.sum()),
         )
+
+    def _bring(
+        self, loader: ContextLoader, segment: Segment, sequence: int, again: Tensor | None
+    ) -> float:
+        """Append a chunk to a sequence; seconds, if some of it is computed again."""
+        begun, layout = time.perf_counter(), self.model.measured
+        (move,) = moves_of(layout, [segment], loader.prefiller.position, self.model.device)
+        is_again = again is not None and bool(again.any())
+        self.model.bring(sequence, segment, move, again if is_again else None)
+        return time.perf_counter() - begun if is_again else 0.0
+
+    def _copied(self, source: tuple[int, ContextRow], prompt: Prompt, sequence: int) -> ContextRow:
+        """The context of another row, in the same cells."""
+        other, row = source
+        self.model.llama.copy(other, sequence)
+        ids, shape = self._joined(prompt, row.loaded)
+        loaded = replace(row.loaded, load=0.0, stitch=0.0)
+        return replace(row, ids=ids, shape=shape, loaded=loaded, recomputing=0.0, is_copy=True)

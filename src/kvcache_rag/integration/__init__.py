@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from kvcache_rag.settings import EngineOptions as EngineOptions
     from kvcache_rag.settings import PathText as PathText
     from kvcache_rag.settings import StoreOptions as StoreOptions
+    from kvcache_rag.settings import said_options as said_options
     from kvcache_rag.stores.filesystem import private_folder as private_folder
 else:
     from kvcache_rag.exports import lazy_names

@@ -167,6 +167,11 @@ def _says_blocks(said: Any) -> bool:
     return isinstance(said, dict) and said.get("trained_for") == BLOCKS["trained_for"]
 
 
+def trains_blocks(folder: Path) -> bool:
+    """Whether an adapter's folder says that it was trained for blocks."""
+    return _says_blocks(_training_of(folder))
+
+
 def _training_of(folder: Path) -> Any:
     """What an adapter's folder says; None for nothing that can be read."""
     try:
@@ -275,8 +280,8 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         name_of_one = min(found ^ expected)
         where = "has no place in the model" if name_of_one in found else "is not in the adapter"
         raise _misfit(folder, base, name, f"{name_of_one} {where}")
-    _compare_base(model, folder, name)
-    note_training(adapted.active_peft_config, blocks=_says_blocks(_training_of(folder)))
+    compare_base(model, folder, name)
+    note_training(adapted.active_peft_config, blocks=trains_blocks(folder))
     return adapted
 
 
@@ -305,7 +310,7 @@ def merged(model: Any) -> Any:
     return found.requires_grad_(requires_grad=True)
 
 
-def _compare_base(model: Any, folder: Path, name: str) -> None:
+def compare_base(model: Any, folder: Path, name: str) -> None:
     """Warn once of a model that is not known to be the one on which an adapter was trained."""
     from kvcache_rag.models.gguf import SUFFIX, file_digest
 

@@ -9,13 +9,15 @@ layers of their own, or beside keys and values.
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, cache_utils
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.rotation import LayerKind
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = ("cache", "past_key_values", "cache_params")
 CACHE_NAME: Final = next(
-    name
-    for name in _NAMES
-    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    field.name for field in fields(BaseModelOutputWithPast) if field.name in _NAMES
 )
 """What this transformers calls the cache that `generate()` is given and that a pass returns:
 "cache" from 5.24 on, "past_key_values" before."""

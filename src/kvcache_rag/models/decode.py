@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from transformers import GenerationMixin
 
 from kvcache_rag.models.cache import (
     RecurrentCache,
@@ -117,28 +116,32 @@ def decodes(
         rest: Arguments of `generate()` that are no settings.
         cache: What it would begin at.
     """
-    kind = type(model.model)
     return (
         rows == 1
         and not config.do_sample
         and rest.keys() <= {"logits_processor"}
         and (
-            isinstance(cache, RecurrentCache)
-            or (
-                model.takes_positions
-                # A model that generates or prepares its inputs in a way of its own does so.
-                and all(
-                    getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK
-                )
-                and not any(name in vars(model.model) for name in _STOCK)
-                # Some models make a cache of a class of their own.
-                and getattr(kind, "_supports_default_dynamic_cache", lambda: True)()
-            )
+            model.has_cells
+            or isinstance(cache, RecurrentCache)
+            or (model.takes_positions and _is_stock(model.model))
         )
         and all(
             name in _HEEDED or not value or value in _INERT.get(name, ())
             for name, value in vars(config).items()
         )
+    )
+
+
+def _is_stock(model: Any) -> bool:
+    """Whether a model neither generates nor prepares its inputs in a way of its own."""
+    from transformers import GenerationMixin  # loads much, and not everybody needs it
+
+    kind = type(model)
+    return (
+        all(getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK)
+        and not any(name in vars(model) for name in _STOCK)
+        # Some models make a cache of a class of their own.
+        and getattr(kind, "_supports_default_dynamic_cache", lambda: True)()
     )
 
 

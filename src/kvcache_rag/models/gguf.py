@@ -16,6 +16,7 @@ import struct
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +28,7 @@ from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.compiled import multiplies_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +59,6 @@ class GgufHeader:
         elements: Weights in all.
         dtype: What its weights are loaded in when nobody says: their own, or `quantised_dtype`.
         nbytes: Of the file, as its header has it.
-        is_float: Whether no weight is quantised.
         places: Of small float32 tensors that scale rotary frequencies, by their names, where they
             begin in the file and how many numbers each has.
     """
@@ -66,7 +66,6 @@ class GgufHeader:
     elements: int
     dtype: torch.dtype
     nbytes: int
-    is_float: bool = False
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
@@ -189,11 +188,10 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
             places[name.decode(errors="replace")] = offset, count
     start = -(-fields.place // alignment) * alignment
     dtype = quantised_dtype()
-    is_float = bool(by_type) and by_type.keys() <= _UNQUANTISED.keys()
-    if is_float:
+    if by_type and by_type.keys() <= _UNQUANTISED.keys():
         dtype = _UNQUANTISED[max(by_type, key=lambda kind: by_type[kind])]
     places = {name: (start + offset, count) for name, (offset, count) in places.items()}
-    return GgufHeader(elements, dtype, start + end, is_float, places)
+    return GgufHeader(elements, dtype, start + end, places)
 
 
 def quantised_dtype() -> torch.dtype:
@@ -245,14 +243,30 @@ def load_gguf(
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
-    """The tokenizer of a GGUF file: of its kept checkpoint if there is one, which is sooner."""
-    kept = _kept(path, GgufHeader.read(path).dtype)
-    if (kept / "tokenizer.json").is_file() and not _changed(kept):
-        from transformers import AutoTokenizer
-
-        with contextlib.suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(str(kept), **options)
+    """The tokenizer of a GGUF file, kept for the next time: making one takes seconds."""
+    GgufHeader.read(path)
+    kept = cache_folder() / f"{file_digest(path)[:32]}-tokenizer"
+    for _ in range(2):
+        if kept.is_dir() and not _changed(kept):
+            with contextlib.suppress(OSError, ValueError):
+                return _read_tokenizer(kept, options)
+        if options or not _keep(kept, partial(_write_tokenizer, path)):
+            break
     return _gguf_tokenizer(path, options)
+
+
+def _read_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    # Of that class it is whole; to find out any other's, much is loaded.
+    is_plain = said.get("tokenizer_class") == PreTrainedTokenizerFast.__name__
+    kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+    return kind.from_pretrained(str(folder), **options)
+
+
+def _write_tokenizer(path: Path, folder: Path) -> None:
+    _gguf_tokenizer(path, {}).save_pretrained(str(folder))
 
 
 def _gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
@@ -302,8 +316,11 @@ def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -
         _size(size),
         _size(size + 4 * header.elements),  # transformers makes float32 of them first
     )
-    if size > KEPT_BYTES:
-        return False
+    return size <= KEPT_BYTES and _keep(folder, partial(_write, path, dtype))
+
+
+def _keep(folder: Path, write: Callable[[Path], None]) -> bool:
+    """Write a folder that is kept, once, as a whole; False if that cannot be."""
     try:
         base = folder.parent.parent
         base.parent.mkdir(parents=True, exist_ok=True)
@@ -312,25 +329,30 @@ def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -
         # Who comes second waits: dequantising twice at once takes twice the memory, too.
         with FileLock(f"{folder}.lock", timeout=_PATIENCE, mode=0o600):
             if not folder.is_dir():
-                _write(path, dtype, folder)
+                _appear(folder, write)
     except OSError as error:
-        _LOG.warning("the dequantised weights of %s cannot be kept: %s", path.name, error)
+        _LOG.warning("what was made of a GGUF file cannot be kept: %s", error)
         return False
     return True
 
 
-def _write(path: Path, dtype: torch.dtype, target: Path) -> None:
-    """Dequantise a file into a folder, which appears as a whole."""
-    partial = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))  # 0700
+def _appear(target: Path, write: Callable[[Path], None]) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))  # 0700
     try:
-        _dequantised(path, dtype, {}).save_pretrained(str(partial))
-        # Without one of its own, a tokenizer has to be given.
-        with contextlib.suppress(Exception):
-            _gguf_tokenizer(path, {}).save_pretrained(str(partial))
-        (partial / _MANIFEST).write_text(json.dumps(_files(partial)), encoding="utf-8")
-        partial.rename(target)
+        write(unfinished)
+        manifest = json.dumps(_files(unfinished))
+        (unfinished / _MANIFEST).write_text(manifest, encoding="utf-8")
+        unfinished.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(path: Path, dtype: torch.dtype, folder: Path) -> None:
+    """Dequantise a file."""
+    _dequantised(path, dtype, {}).save_pretrained(str(folder))
+    # Without one of its own, a tokenizer has to be given.
+    with contextlib.suppress(Exception):
+        _write_tokenizer(path, folder)
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
@@ -397,7 +419,13 @@ def _size(nbytes: int) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """SHA-256 of a file, read again if it has changed since."""
+    now = path.stat()
+    return _digest(path, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path, *_: int) -> str:
     state = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.forks import new_lock, new_rlock
 
 if TYPE_CHECKING:
     import threading
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.models.states import RecurrentLayers
+
+
+_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_MAKING = new_lock()
+
+
+def lock_of(model: Any) -> threading.RLock:
+    """The lock of what runs: engines that share it take turns, also with what they switch in it."""
+    with _MAKING:
+        return _LOCKS.setdefault(model, new_rlock())
 
 
 class StoppedError(Exception):

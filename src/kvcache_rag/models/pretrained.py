@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from huggingface_hub import constants as hub
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to, expanded
 from kvcache_rag.forks import new_rlock
@@ -26,7 +26,6 @@ from kvcache_rag.models.adapters import (
     with_adapter,
 )
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
-from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -137,9 +136,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
 
 
 def chosen_adapter(
-    name: str | os.PathLike[str],
-    adapter: str | os.PathLike[str] | None,
-    backend: Backend = "transformers",
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
     """The adapter that a model is loaded with; None for none.
 
@@ -147,9 +144,8 @@ def chosen_adapter(
         name: Of the model.
         adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
             `PACKAGED`, where it is installed.
-        backend: What runs the model; llama.cpp takes none unless it is asked for.
     """
-    if adapter == NO_ADAPTER or (adapter is None and backend == "llama.cpp"):
+    if adapter == NO_ADAPTER:
         return None
     known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
     if adapter is None and known is not None and is_installed(known.adapter):
@@ -157,20 +153,32 @@ def chosen_adapter(
     return adapter
 
 
-def checked_device(name: Any) -> torch.device:
-    """A device that torch finds here.
+def named_device(name: Any) -> torch.device:
+    """A device by its name, whether it is here or not.
 
     Args:
         name: Such as "cuda:1"; a number is that of a GPU.
 
     Raises:
-        InvalidInputError: If it finds none of that name.
+        InvalidInputError: If it is no name of one.
     """
     is_number = isinstance(name, int) and not isinstance(name, bool)
     try:
-        device = torch.device(f"cuda:{name}" if is_number else name)
+        return torch.device(f"cuda:{name}" if is_number else name)
     except (RuntimeError, TypeError):
         raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1") from None
+
+
+def checked_device(name: Any) -> torch.device:
+    """A device that torch finds here.
+
+    Args:
+        name: As for `named_device`.
+
+    Raises:
+        InvalidInputError: If it finds none of that name.
+    """
+    device = named_device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
@@ -229,6 +237,9 @@ def load(
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise InvalidInputError(f"there is no backend {backend!r}; say {known}")
     if backend == "llama.cpp":
         from kvcache_rag.models.llamacpp.loading import load_llama
 
@@ -241,7 +252,7 @@ def load(
             adapter=adapter,
             weight_format=weight_format,
         )
-        return model, tokenizer, brought_template(name, NO_ADAPTER)
+        return model, tokenizer, brought_template(name, adapter or NO_ADAPTER)
     _check_places(device, options.get("device_map"))
     resolved = resolve(name)
     folder = Path(resolved)
@@ -278,11 +289,18 @@ def language_model(
         UnsupportedModelError: If it is spread over several devices, or partly on none.
         InvalidInputError: As for `TransformersModel`.
     """
-    if getattr(model, "llama", None) is not None:
+    if is_llama(model):
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
         return LlamaCppModel(model, window=window)
+    from kvcache_rag.models.hf import TransformersModel
+
     return TransformersModel(model, packed_attention=packed_attention, window=window)
+
+
+def is_llama(model: Any) -> bool:
+    """Whether llama.cpp has loaded a model."""
+    return getattr(model, "llama", None) is not None
 
 
 def note_name(model: Any, name: str) -> None:
@@ -304,13 +322,19 @@ def name_of(model: Any) -> str:
     return f"{folder.removeprefix('models--').replace('--', '/')}@{path.name[:8]}"
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, backend: Backend = "transformers") -> None:
     """Say before hours of work whether a model is there.
 
     Raises:
         InvalidInputError: If it is not, or cannot be read.
+        MissingExtraError: If llama-cpp-python is needed and not installed.
     """
     resolved = resolve(name)
+    if backend == "llama.cpp":
+        from kvcache_rag.models.llamacpp.loading import file_of
+
+        file_of(name, {})
+        return
     if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
         return
     _check_folder(resolved, name, "")
@@ -397,6 +421,8 @@ def _plain(
         else:
             _check_folder(path, name, str(options.get("subfolder") or ""))
             its = AutoTokenizer.from_pretrained(path, **common) if own else None
+            from transformers import AutoModelForCausalLM
+
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
             given = device not in (None, "")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.attention.observed import observed_attention
 from kvcache_rag.models.cache import HaltedError, buffer_cache, tapped_cache
 from kvcache_rag.prompt.offsets import chunk_scores
 
@@ -200,6 +199,8 @@ class RowSignals:
         return self._attention[0]
 
     def _attended(self) -> Tensor:
+        from kvcache_rag.models.attention.observed import observed_attention
+
         model, shape = self.row.model, self.row.shape
         model.ensure_recomputable()  # what is chosen is to be computed again
         context, tokens = shape.context_tokens, shape.tokens - self.answer_tokens

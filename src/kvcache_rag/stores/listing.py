@@ -176,7 +176,7 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         **{field: spec[field] for field in kept if field in spec},
         "model": model.get("id") or folder or model.get("type"),
-        "revision": model.get("revision") or model.get("weights"),
+        "revision": model.get("revision") or model.get("weights") or model.get("gguf"),
         "type": model.get("type"),
         "quantization": model.get("quantization"),
         "groups": [

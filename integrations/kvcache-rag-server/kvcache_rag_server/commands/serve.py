@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, where, how requests wait, and how much they may ask for."""
     from kvcache_rag_server.settings import RequestLimits, ServerSettings
 
-    add_model_arguments(parser)
+    add_model_arguments(parser, but=("backend",))  # of which a server has one more
     group = parser.add_argument_group("the server")
     add_options(group, ServerSettings, *ServerSettings.__annotations__)
     group.add_argument(
@@ -66,8 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------- arguments
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model and its chunks, and a file that says the same and all the rest."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, but: tuple[str, ...] = ()) -> None:
+    """Declare the model and its chunks, and a file that says the same and all the rest.
+
+    Args:
+        parser: Of the command.
+        but: Options that it declares itself.
+    """
     from kvcache_rag.settings import LocalSettings
 
     add_model(parser, nargs="?", default=argparse.SUPPRESS)  # or by --model
@@ -77,7 +82,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="settings as YAML, TOML or JSON, named as the options are, with _ for -; options win",
     )
-    add_options(parser.add_argument_group("model and chunks"), LocalSettings)
+    add_options(parser.add_argument_group("model and chunks"), LocalSettings, but=but)
 
 
 def log_to_stderr(level: str) -> None:

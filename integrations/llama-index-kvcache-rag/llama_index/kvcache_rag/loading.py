@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import EngineOptions, StoreOptions, open_engine, remote_engine
+from kvcache_rag.integration import (
+    EngineOptions,
+    StoreOptions,
+    open_engine,
+    remote_engine,
+    said_options,
+)
 
 if TYPE_CHECKING:
     from kvcache_rag import Engine, ReusePolicy
@@ -20,7 +26,9 @@ _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_k
 
 # Changes answers, and a server has its own.  Where keys and values lie, and on which device they
 # are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
-_OF_THE_MODEL: Final = ("adapter", "auxiliary", "gate", "stopping_ids", "tokenizer_name")
+_OF_THE_MODEL: Final = (
+    *("adapter", "auxiliary", "backend", "gate", "stopping_ids", "tokenizer_name"),
+)
 
 
 def load_engine(
@@ -69,9 +77,7 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
         InvalidInputError: Naming it.
     """
     settings = {name: getattr(llm, name) for name in _SETTINGS if name not in _HARMLESS}
-    if settings["weight_format"] == "auto":  # nothing was said
-        del settings["weight_format"]
-    clash = [name for name, value in {**settings, **given}.items() if value]
+    clash = [*said_options({**settings, **given})]
     if clash:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
@@ -86,7 +92,7 @@ def _remote(llm: KVCacheLLM, **given: Any) -> Engine:
         given[name] = getattr(llm, name)
     if llm.weight_format in ("int8", "int4"):
         given["weight_format"] = llm.weight_format
-    clash = [name for name, value in given.items() if value]
+    clash = [*said_options(given)]
     if clash:
         raise InvalidInputError(
             f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "

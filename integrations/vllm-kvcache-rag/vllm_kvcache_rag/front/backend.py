@@ -544,7 +544,7 @@ class VLLMBackend:
         """Nobody here knows."""
         del work
         raise InvalidInputError(
-            "servers of vLLM do not explain prompts; ask a server without --engine"
+            "servers of vLLM do not explain prompts; ask a server without --backend vllm"
         )
 
     async def ready(self) -> bool:

@@ -33,7 +33,7 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     Raises:
         InvalidInputError: If the servers cannot be reached, or serve models of other sizes.
     """
-    key = GrantKey.of(settings.engine_key)
+    key = GrantKey.of(settings.backend_key)
     options = {} if settings.revision is None else {"revision": settings.revision}
     tokenizer = load_tokenizer(settings.model, options)
     described = asyncio.run(_described(settings.base_url))

@@ -27,7 +27,6 @@ import torch
 
 from kvcache_rag.engine import like, unwarned
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
-from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
@@ -233,7 +232,7 @@ class SpeedBench:
     def shape(self) -> DecoderShape | None:
         """What operations follow from; None where the model's config does not say it."""
         try:
-            return DecoderShape.of(TransformersModel(self._engine.model).config)
+            return DecoderShape.of(self._engine._adapter.config)
         except UnsupportedModelError:
             return None
 
@@ -285,7 +284,7 @@ class SpeedBench:
         files = self._engines[FILES]
         keys = files.add(texts)
         self.ingested = sum(key.tokens for key in keys), time.perf_counter() - started
-        layout = TransformersModel(files.model).measured.chunk_layout
+        layout = files._adapter.measured.chunk_layout
         for engine in self._engines.values():
             if engine.spec == files.spec and engine is not files:
                 for key in keys:

@@ -8,7 +8,6 @@ save it, or run it, while an answer is on its way.  So functions of ours stand b
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache_rag.forks import in_child, new_lock, new_rlock
+from kvcache_rag.forks import in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,16 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STOCK = "sdpa"
-
-_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-
-_MAKING = new_lock()
-
-
-def lock_of(module: torch.nn.Module) -> threading.RLock:
-    """The lock of a model: engines that share it take turns, also with what they switch in it."""
-    with _MAKING:
-        return _LOCKS.setdefault(module, new_rlock())
 
 
 def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:

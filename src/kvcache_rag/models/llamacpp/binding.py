@@ -34,6 +34,8 @@ CELL_STEP: Final = 256
 # Sequences of a context that nobody said he needs more of.
 _SEQUENCES = 8
 _ABORTED = 2
+# Kinds of RoPE: none; neighbours; halves.
+_NONE, _NEIGHBOURS, _HALVES = -1, 0, 2
 
 
 class LlamaCppError(RuntimeError):
@@ -127,9 +129,17 @@ class LlamaCpp:
         options: ContextOptions,
         *,
         gpu_layers: int,
+        gpu: int | None = None,
         threads: Callable[[], int],
     ) -> None:
         """Load a GGUF file, mapped into memory.
+
+        Args:
+            path: The file.
+            options: How contexts are made.
+            gpu_layers: How many layers go to GPUs; -1 for all.
+            gpu: Number of the only one that is used; None for all.
+            threads: Gives how many to compute with.
 
         Raises:
             InvalidInputError: If llama.cpp cannot load it.
@@ -140,6 +150,8 @@ class LlamaCpp:
         self.gpu_layers = gpu_layers
         parameters = self.lib.llama_model_default_params()
         parameters.n_gpu_layers = gpu_layers
+        if gpu is not None:
+            parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
         parameters.use_extra_bufts = _uses_extra_buffers(self.lib)
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
@@ -154,7 +166,19 @@ class LlamaCpp:
         self.is_settled = False
         self.begun = self.cells = self.sequences = self.together = 0
         self._free_context: Any = None
+        self._adapter: Any = None
         self._abort: Any = None
+
+    def adapt(self, path: Path) -> None:
+        """Put an adapter into all contexts from now on.
+
+        Raises:
+            InvalidInputError: If llama.cpp cannot read it, or it does not fit.
+        """
+        self._adapter = self.lib.llama_adapter_lora_init(self.model, os.fsencode(path))
+        if not self._adapter:  # freed with the model
+            raise InvalidInputError(f"the adapter does not fit the model {self.path.name}")
+        self.close_context()
 
     # ---------------------------------------------------------------- what the file says
 
@@ -178,9 +202,30 @@ class LlamaCpp:
         return self.said("general.architecture") or "unknown"
 
     @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(self.lib.llama_model_n_params(self.model))
+
+    @property
     def trained_length(self) -> int:
         """Context window that it was made with."""
         return int(self.lib.llama_model_n_ctx_train(self.model))
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return int(self.lib.llama_model_n_layer(self.model))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries and of keys, in its first layer."""
+        lib = self.lib
+        return lib.llama_model_n_head(self.model), lib.llama_model_n_head_kv(self.model)
+
+    @property
+    def rotates_halves(self) -> bool:
+        """Whether column i of a head is rotated with i + width / 2, not with its neighbour."""
+        return int(self.lib.llama_model_rope_type(self.model)) == _HALVES
 
     @property
     def window(self) -> int:
@@ -198,7 +243,7 @@ class LlamaCpp:
     @property
     def has_other_positions(self) -> bool:
         """Whether a token's position is several numbers (M-RoPE)."""
-        known = (-1, 0, 2)  # none, neighbours, halves
+        known = (_NONE, _NEIGHBOURS, _HALVES)
         return int(self.lib.llama_model_rope_type(self.model)) not in known
 
     @property
@@ -256,6 +301,10 @@ class LlamaCpp:
                 "smaller context_window, or fewer questions at once"
             )
         self.context, self.cells, self.sequences = made, cells, sequences
+        if self._adapter:
+            one = (lib.llama_adapter_lora_p_ctypes * 1)(self._adapter)
+            if lib.llama_set_adapters_lora(made, one, 1, (ctypes.c_float * 1)(1.0)):
+                raise RuntimeError("llama.cpp could not put the adapter into a context")
         self._free_context = weakref.finalize(self, lib.llama_free, made)
         self._memory = lib.llama_get_memory(made)
         self._limit = int(lib.llama_n_batch(made))

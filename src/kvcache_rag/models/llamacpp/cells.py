@@ -46,9 +46,14 @@ class CellsCache(Cache):
         """Say what its sequences hold."""
         self.columns, self.held, self.padding = columns, list(held), list(padding)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its sequences hold what it says; else the context was emptied meanwhile."""
+        return self._begun == self.llama.begun
+
     def ensure_current(self) -> None:
         """Raise `KVCacheRagError` if another prompt has taken the context since."""
-        if self._begun != self.llama.begun:
+        if not self.is_current:
             raise KVCacheRagError(
                 "this cache belongs to an earlier answer of the engine; let one answer end before "
                 "the next one begins, or ask the engine itself"

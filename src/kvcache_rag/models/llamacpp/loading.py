@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
+from kvcache_rag.models.adapters import (
+    adapter_folder,
+    compare_base,
+    note_training,
+    trains_blocks,
+)
 from kvcache_rag.models.gguf import GgufHeader, file_digest
+from kvcache_rag.models.llamacpp.adapters import adapter_digest, adapter_file
 from kvcache_rag.models.llamacpp.binding import (
     CACHE_TYPES,
     ContextOptions,
@@ -16,12 +23,21 @@ from kvcache_rag.models.llamacpp.binding import (
     library,
 )
 from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
-from kvcache_rag.models.pretrained import gguf_of, load_tokenizer, note_name, resolve
+from kvcache_rag.models.pretrained import (
+    gguf_of,
+    load_tokenizer,
+    named_device,
+    note_name,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _OPTIONS: Final = ("flash_attn", "n_gpu_layers", "n_threads")
+# Devices that are llama.cpp's to choose.
+_ANY: Final = (None, "", "auto")
 _HUB: Final = ("gguf_file", "revision", "token", "cache_dir", "local_files_only", "subfolder")
 # Ids of which it is seen that tokenizer and file mean the same by them.
 _COMPARED: Final = 200
@@ -42,11 +58,11 @@ def load_llama(
     Args:
         name: A GGUF file, a name of `PACKAGED`, or a folder or hub id with `gguf_file` in options.
         dtype: Of keys and values; "auto" for float16.
-        device: "cpu" for no GPU; None for one where this llama.cpp has it.
+        device: "cpu" for no GPU, "cuda:1" for that one; None for all where this llama.cpp has some.
         options: `n_gpu_layers`, `flash_attn`, `n_threads` of llama.cpp, and `gguf_file` and where
             that lies on the hub.
         tokenizer: A loaded one, or the name of one; None for the file's own.
-        adapter: None; others are refused.
+        adapter: PEFT adapter of low rank, a folder or an installed name; None for none.
         weight_format: "auto" or "plain": weights are as the file has them.
 
     Raises:
@@ -54,27 +70,14 @@ def load_llama(
         MissingExtraError: If llama-cpp-python or gguf is not installed.
     """
     refuse_unknown(options, (*_OPTIONS, *_HUB), 'option of backend="llama.cpp"')
-    if weight_format not in ("auto", "plain"):
-        raise InvalidInputError(
-            'backend="llama.cpp" has weights as the file has them; leave weight_format out, or '
-            "name a file of other weights"
-        )
-    if adapter is not None:
-        raise InvalidInputError(
-            f'backend="llama.cpp" takes no PEFT adapter, and {os.fspath(adapter)!r} was asked for; '
-            'say adapter="none", or use backend="transformers"'
-        )
-    path = gguf_of(resolve(name), dict(options))
-    if path is None:
-        raise InvalidInputError(
-            f'backend="llama.cpp" runs GGUF files, and {os.fspath(name)!r} is none; name one, or '
-            'give gguf_file= with its folder or hub id, or use backend="transformers"'
-        )
+    check_format(weight_format)
+    path = file_of(name, options)
     header = GgufHeader.read(path)
     llama = LlamaCpp(
         path,
         ContextOptions(_cache_type(dtype), flash=_flash(device, options)),
         gpu_layers=_gpu_layers(device, options),
+        gpu=_gpu(device),
         threads=_threads(options),
     )
     if not llama.can_generate:
@@ -83,13 +86,58 @@ def load_llama(
         tokenizer = load_tokenizer(os.fspath(tokenizer or path), {})
     _compare(llama, tokenizer)
     model = LlamaCppForCausalLM(
-        llama,
-        rope_factors=header.rope_factors(path),
-        file_digest=file_digest(path),
-        is_float=header.is_float,
+        llama, rope_factors=header.rope_factors(path), file_digest=file_digest(path)
     )
     note_name(model, os.fspath(name))
+    if adapter is not None:
+        _adapt(model, adapter_folder(adapter), os.fspath(name))
     return model, tokenizer
+
+
+def file_of(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
+    """The file that a name means.
+
+    Args:
+        name: As for `load_llama`, like `options`.
+        options: With `gguf_file` and where that lies.
+
+    Raises:
+        InvalidInputError: If it is no GGUF file.
+        MissingExtraError: If llama-cpp-python is not installed.
+    """
+    path = gguf_of(resolve(name), dict(options))
+    if path is None:
+        raise InvalidInputError(
+            f'backend="llama.cpp" runs GGUF files, and {os.fspath(name)!r} is none; name one, or '
+            'give gguf_file= with its folder or hub id, or use backend="transformers"'
+        )
+    library()
+    return path
+
+
+def check_format(weight_format: str) -> None:
+    """Raise `InvalidInputError` for weights that are not as the file has them."""
+    if weight_format not in ("auto", "plain"):
+        raise InvalidInputError(
+            f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '
+            "weight_format out, or name a file of such weights"
+        )
+
+
+def _adapt(model: LlamaCppForCausalLM, folder: Path, name: str) -> None:
+    """Put an adapter into a loaded model."""
+    llama = model.llama
+    with adapter_file(
+        folder,
+        architecture=llama.architecture,
+        layers=llama.layers,
+        heads=llama.heads,
+        halves=llama.rotates_halves,
+    ) as path:
+        llama.adapt(path)
+    compare_base(model, folder, name)
+    model.adapter_digest = adapter_digest(folder)
+    note_training(model.config, blocks=trains_blocks(folder))
 
 
 def _cache_type(dtype: torch.dtype | str) -> str:
@@ -107,14 +155,20 @@ def _cache_type(dtype: torch.dtype | str) -> str:
 def _offloads(device: str | None) -> bool:
     """Whether layers go to a GPU."""
     has_gpu = bool(library().llama_supports_gpu_offload())
-    if device in (None, "", "auto"):
+    if device in _ANY:
         return has_gpu
-    if device != "cpu" and not has_gpu:
+    named = named_device(device)
+    if named.type != "cpu" and not has_gpu:
         raise InvalidInputError(
-            f"this llama-cpp-python was built without a GPU, so there is no {device}; say cpu, or "
-            "install one that was (docs/models.md)"
+            f"this llama-cpp-python was built without a GPU, so there is no {named}; say cpu, or "
+            "install one that was built with it (docs/models.md)"
         )
-    return device != "cpu"
+    return named.type != "cpu"
+
+
+def _gpu(device: str | None) -> int | None:
+    """Number of the one GPU that is meant; None for all that are there."""
+    return None if device in _ANY else named_device(device).index
 
 
 def _gpu_layers(device: str | None, options: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.commands.options import add_options
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
     from kvcache_rag import WeightFormat
     from kvcache_rag.integration import LeftOut
+    from kvcache_rag.models.pretrained import Backend
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 TINY: Final = "tiny"
 SUFFIX: Final = ".kvcache-rag.json"
+_OF_MODELS: Final = ("model", "backend", "adapter", "weight_format")
 # Names in that file, as it was first written.
 _WRITTEN: Final = {"kv_dir": "kv", "chunk_overlap": "overlap"}
 
@@ -40,8 +42,9 @@ class Settings:
     """How a collection was made.
 
     Attributes:
-        model: As for `LocalSettings`, like the next three.
+        model: As for `LocalSettings`, like the next four.
         kv_dir: A folder.
+        backend: What runs the model.
         adapter: A name or a folder.
         weight_format: Of its linear layers.
         chroma: Folder of the Chroma database.
@@ -59,6 +62,7 @@ class Settings:
     collection: str = "docs"
     chunk_size: int = 256
     chunk_overlap: int = 32
+    backend: Backend = "transformers"
     adapter: str | None = None
     weight_format: WeightFormat = "auto"
     folder: str = ""
@@ -72,6 +76,12 @@ class Settings:
     def docstore(self) -> Path:
         """What was ingested, by document."""
         return self._beside(".docstore.json")
+
+    @property
+    def of_llm(self) -> dict[str, Any]:
+        """What `KVCacheLLM` is told of them."""
+        names = ("kv_dir", "backend", "adapter", "weight_format")
+        return {"model_name": self.model, **{name: getattr(self, name) for name in names}}
 
     def check_embedding(self, embed: str) -> None:
         """Refuse vectors that do not belong to those of the collection.
@@ -119,10 +129,9 @@ class Settings:
             "embed": _absolute(self.embed),
             "adapter": self.adapter and lasting_adapter(self.adapter),
         }
-        if not self.adapter:  # as it was written before there were any
-            del values["adapter"]
-        if self.weight_format == "auto":
-            del values["weight_format"]
+        for name in ("adapter", "backend", "weight_format"):  # as before there were any
+            if getattr(self, name) == getattr(Settings, name):
+                del values[name]
         if self.folder:
             values["folder"] = os.path.relpath(os.path.realpath(self.folder), folder.resolve())
         else:
@@ -184,7 +193,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "model and chunks", f"At first model {default.model} and kv_dir {default.kv_dir}."
     )
-    add_options(group, LocalSettings, "model", "adapter", "weight_format", "kv_dir")
+    add_options(group, LocalSettings, *_OF_MODELS, "kv_dir")
     for name, text in (
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
@@ -245,10 +254,7 @@ class Opened:
             raise InvalidInputError("--top-k and --max-new-tokens must be at least 1")
         settings = _ingested(arguments)
         llm = KVCacheLLM(
-            model_name=settings.model,
-            kv_dir=settings.kv_dir,
-            adapter=settings.adapter,
-            weight_format=settings.weight_format,
+            **settings.of_llm,
             policy=FullRecompute() if arguments.full else arguments.policy,
             max_new_tokens=arguments.max_new_tokens,
         )
@@ -266,7 +272,7 @@ class Opened:
 
 def _ingested(arguments: argparse.Namespace) -> Settings:
     found = Settings.find(arguments.chroma, arguments.collection)
-    names = ("model", "adapter", "weight_format", "kv_dir", "chroma", "embed", "collection")
+    names = (*_OF_MODELS, "kv_dir", "chroma", "embed", "collection")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = replace(found or Settings(), **given)
     if not (Path(settings.chroma) / "chroma.sqlite3").is_file():

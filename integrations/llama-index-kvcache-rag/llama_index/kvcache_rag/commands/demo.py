@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "model", f"Without one {MODEL}; {TINY}, the packaged reader, is asked about made-up facts."
     )
-    add_options(group, EngineSettings, "model", "adapter", "weight_format")
+    add_options(group, EngineSettings, "model", "backend", "adapter", "weight_format")
     add_policy(parser)
     parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
     parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
@@ -128,6 +128,7 @@ def _app(arguments: argparse.Namespace, demo: Demo) -> DemoApp:
         arguments.dir,
         demo.collection,
         model=arguments.model,
+        backend=arguments.backend or "transformers",
         adapter=arguments.adapter,
         weight_format=arguments.weight_format or "auto",
         policy=None if arguments.policy is None else policy_by_name(arguments.policy),

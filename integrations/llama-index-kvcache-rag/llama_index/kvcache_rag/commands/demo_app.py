@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
     from kvcache_rag import ReusePolicy, WeightFormat
+    from kvcache_rag.models.pretrained import Backend
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class DemoApp:
         top_k: int,
         max_new_tokens: int,
         policy: ReusePolicy | None = None,
+        backend: Backend = "transformers",
         adapter: str | None = None,
         weight_format: WeightFormat = "auto",
         embed: str = "minilm",
@@ -125,6 +127,7 @@ class DemoApp:
             top_k: Nodes per question.
             max_new_tokens: Longest answer.
             policy: What is reused of cached chunks; None for the LLM's default.
+            backend: As for `KVCacheLLM`.
             adapter: As for `KVCacheLLM`.
             weight_format: As for `KVCacheLLM`.
             embed: Embedding, as `embedding` takes it.
@@ -140,6 +143,7 @@ class DemoApp:
         root, self.top_k = Path(folder), top_k
         self.settings = Settings(
             model=model,
+            backend=backend,
             adapter=adapter,
             weight_format=weight_format,
             kv_dir=str(root / "kv"),
@@ -147,13 +151,7 @@ class DemoApp:
             embed=embed,
             collection=collection,
         )
-        self.llm = KVCacheLLM(
-            model_name=model,
-            adapter=adapter,
-            weight_format=weight_format,
-            kv_dir=self.settings.kv_dir,
-            max_new_tokens=max_new_tokens,
-        )
+        self.llm = KVCacheLLM(**self.settings.of_llm, max_new_tokens=max_new_tokens)
         self.parameters = parameter_count(self.llm.engine.model)
         self._embed_model = embedding(embed)
         self._store = open_store(self.settings, self.llm)

@@ -95,6 +95,7 @@ class ArticlesDemo:
 
         return {
             "model": app.model,
+            "backend": app.settings.backend,
             "adapter": chosen_adapter(app.settings.model, app.settings.adapter),
             "threads": torch.get_num_threads(),
             "documents": self.documents,
@@ -121,7 +122,8 @@ class ArticlesDemo:
     def print_start(facts: dict[str, Any]) -> None:
         """Model, articles, caches."""
         adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        print(f"model {facts['model']}, adapter {adapter}, {threads}")
+        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
+        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
         print(f"{plural(facts['documents'], 'article')}; {_caches(facts)}\n")
 
     @staticmethod
@@ -140,7 +142,8 @@ class ArticlesDemo:
             f"{summary['answerable']}; chunks without a stored cache: {summary['misses']}"
         )
         adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        print(f"model {facts['model']}, adapter {adapter}, {threads}")
+        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
+        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
 
     @staticmethod
     def failure(summary: dict[str, Any]) -> str:

@@ -76,12 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= settings.chunk_overlap < settings.chunk_size:
         raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
     embed_model = embedding(settings.embed)
-    llm = KVCacheLLM(
-        model_name=settings.model,
-        kv_dir=settings.kv_dir,
-        adapter=settings.adapter,
-        weight_format=settings.weight_format,
-    )
+    llm = KVCacheLLM(**settings.of_llm)
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
     store = open_store(settings, llm)
     held = chunk_files(settings.kv_dir)

@@ -1,0 +1,83 @@
+"""llama.cpp by its own calls, in a process without torch: one side of `benchmarks.llamacpp`.
+
+Its prompt cache is what its one sequence holds of the last prompt: an equal beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.models.llamacpp.binding import ContextOptions, LlamaCpp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Llama:
+    """A model in a context of one sequence."""
+
+    def __init__(self, file: Path, window: int, threads: int) -> None:
+        """Load the model with a context of `window` cells."""
+        self._llama = LlamaCpp(file, ContextOptions(), gpu_layers=0, threads=lambda: threads)
+        self._llama.ensure(window)
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Compute everything, or the query behind a context that it holds already."""
+        context, query, llama = job["context"], job["query"], self._llama
+        held = len(context) if job["kind"] == "beginning" else 0
+        llama.remove(0)
+        if held:
+            self._pass(context, 0)
+        began = time.perf_counter()
+        said = [self._pass([*context, *query][held:], held)]
+        ttft = time.perf_counter() - began
+        stop = len(context) + len(query)
+        while len(said) < job["new"]:
+            said.append(self._pass([said[-1]], stop + len(said) - 1))
+        total = time.perf_counter() - began
+        step = (total - ttft) / (len(said) - 1)
+        return {"ttft": ttft, "total": total, "step": step, "tokens": said, "reused": held}
+
+    def _pass(self, ids: Sequence[int], start: int) -> int:
+        wanted = [False] * (len(ids) - 1) + [True]
+        logits = self._llama.decode(ids, range(start, start + len(ids)), [0] * len(ids), wanted)
+        return int(logits[-1].argmax())
+
+
+def answer_jobs(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer jobs, one a line of the input, until it ends."""
+    # Libraries may print; the lines of the answers have the output to themselves.
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    print(json.dumps({"peak_mib": _peak()}), file=output, flush=True)
+    for line in sys.stdin:
+        found = ask(json.loads(line))
+        print(json.dumps({**found, "peak_mib": _peak()}), file=output, flush=True)
+
+
+def _peak() -> float:
+    """The largest resident set of this process so far, in MiB."""
+    said = Path("/proc/self/status").read_text(encoding="utf-8")
+    line = next(line for line in said.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def main() -> int:
+    """Be that side."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--window", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    answer_jobs(Llama(options.file, options.window, options.threads).ask)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
