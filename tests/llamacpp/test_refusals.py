@@ -226,7 +226,6 @@ def test_ids_that_there_are_not(files: Files) -> None:
         ({"dtype": "q8_0"}, r"llama.cpp keeps keys and values in float32, float16, bfloat16 here"),
         ({"dtype": "float64"}, r"llama.cpp keeps keys and values in float32"),
         ({"weight_format": "int8"}, r"has weights as the file has them"),
-        ({"adapter": "block"}, r"takes no PEFT adapter"),
         ({"model_kwargs": {"attn_implementation": "sdpa"}}, r"attn_implementation"),
         ({"model_kwargs": {"n_threads": 0}}, r"n_threads must be a whole number from 1 up"),
         ({"model_kwargs": {"n_gpu_layers": "all"}}, r"n_gpu_layers must be a whole number"),
