@@ -293,7 +293,7 @@ def test_llama_cpp_that_is_not_installed(files: Files, monkeypatch: pytest.Monke
 def test_its_model_answers_the_engine_alone(engine: Engine) -> None:
     """Law: whoever holds the model cannot mix prompts of the engine up."""
     with pytest.raises(InvalidInputError, match="ask the engine"):
-        engine.model(torch.tensor([[5, 6]]))
+        engine.model(torch.tensor([[5, 6]]), None)
     for call in (copy.deepcopy, pickle.dumps):
         with pytest.raises(InvalidInputError, match="cannot be copied or pickled"):
             call(engine.model)
