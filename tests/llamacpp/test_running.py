@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,40 +13,23 @@ import psutil
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error
-from llamacpp.asking import FixedScorer, ids_of, opened, parts, rounding
+from llamacpp.asking import POLICIES, After, ids_of, opened, parts, questions, rounding
 from llamacpp.ggufs import LENGTH
 
 from kvcache_rag import (
     BestLast,
-    CacheClip,
     Engine,
     FullRecompute,
     KVCacheRagError,
-    LegoLink,
     MemoryStore,
     PromptTemplate,
     Reuse,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llamacpp.conftest import Decoder, Files
 
-POLICIES = [Reuse(), BestLast(), LegoLink(4), CacheClip(FixedScorer(), ratio=0.4), FullRecompute()]
 LONG = ["".join(TEXTS) * 10, "".join(TEXTS[::-1]) * 10]
-
-
-class After(threading.Event):
-    """An event that is set when it was looked at so many times."""
-
-    def __init__(self, looks: int) -> None:
-        super().__init__()
-        self.looks, self.seen = looks, 0
-
-    def is_set(self) -> bool:
-        self.seen += 1
-        return self.seen > self.looks
 
 
 @pytest.fixture(scope="module", params=["llama", "cohere2"])
@@ -191,26 +173,6 @@ def test_a_cache_of_before_is_refused(engine: Engine) -> None:
 
 
 # ---------------------------------------------------------------------- for long
-def questions(count: int) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """Questions of all lengths, over new chunks and old ones, in every way."""
-    drawn = random.Random(5)
-    old = [*TEXTS]
-    for number in range(count):
-        chunks = [drawn.choice(old) for _ in range(drawn.randint(0, 3))]
-        if number % 3 == 0:
-            chunks.append(
-                f"{number}" + "".join(drawn.choices("abcdefgh ", k=drawn.randint(1, 150)))
-            )
-            old = [*old[-20:], chunks[-1]]
-        question = "".join(drawn.choices("abcdefgh", k=drawn.randint(1, 60)))
-        options: dict[str, Any] = {"policy": POLICIES[number % len(POLICIES)]}
-        if number % 7 == 0:
-            options |= {"num_beams": 2}
-        if number % 11 == 0:
-            options |= {"cancelled": After(number % 200)}
-        yield question, chunks, {**options, "max_new_tokens": drawn.randint(1, 12)}
-
-
 def test_memory_stays_what_it_is(files: Files) -> None:
     """Law: three hundred questions take no more memory than the first ones.  Measured: 0 MiB."""
     engine = opened(files("llama"), store=MemoryStore(2_000_000), context_window=1500)
