@@ -79,14 +79,26 @@ def test_a_batch_is_its_singles(engine: Engine, policy: ReusePolicy) -> None:
 
 
 def test_a_batch_of_more_rows_than_a_context_had(engine: Engine) -> None:
-    """Law: the same of forty, and of two again."""
-    questions = [(f"{number} is what?", [TEXTS[number % 3]]) for number in range(40)]
+    """Law: the same of twenty, and of two again."""
+    questions = [(f"{number} is what?", [TEXTS[number % 3]]) for number in range(20)]
     batch = engine.generate_batch(questions, policy=Reuse(), max_new_tokens=4)
-    for number in (0, 17, 39):
+    for number in (0, 7, 19):
         single = engine.generate(*questions[number], policy=Reuse(), max_new_tokens=4)
         assert batch[number].token_ids == single.token_ids
     two = engine.generate_batch(questions[:2], policy=Reuse(), max_new_tokens=4)
     assert [one.token_ids for one in two] == [one.token_ids for one in batch[:2]]
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_a_batch_of_more_rows_than_llama_cpp_has_sequences(files: Files, beams: int) -> None:
+    """Law: it is answered in parts."""
+    engine = opened(files("llama"))
+    questions = [(f"{number} is what?", [TEXTS[number % 3]]) for number in range(280 // beams)]
+    options: dict[str, Any] = {"policy": Reuse(), "max_new_tokens": 3, "num_beams": beams}
+    batch = engine.generate_batch(questions, **options)
+    assert len(batch) == len(questions)
+    for number in (0, len(batch) // 2, len(batch) - 1):
+        assert batch[number].token_ids == engine.generate(*questions[number], **options).token_ids
 
 
 def test_a_batch_that_is_longer_than_longrope_may_be(files: Files) -> None:
@@ -253,8 +265,12 @@ def test_guesses_change_nothing(
 # ---------------------------------------------------------------------- what cannot be
 def test_more_than_one_context_may_hold(files: Files) -> None:
     engine = opened(files("phi3"))
-    with pytest.raises(InvalidInputError, match=r"^\d+ tokens are wanted at once, and beyond 512"):
+    with pytest.raises(
+        InvalidInputError, match=r"^\d+ tokens are wanted in one batch, and beyond 512"
+    ):
         engine.generate(
             QUESTION, TEXTS, policy=Reuse(), num_beams=6, max_new_tokens=100, min_new_tokens=100
         )
+    with pytest.raises(InvalidInputError, match=r"sequences are wanted in one batch"):
+        engine.generate("x", ["a"], policy=Reuse(), num_beams=130, max_new_tokens=1)
     assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4).token_ids

@@ -22,7 +22,7 @@ from kvcache_rag.generation.context import (
 )
 from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.metrics import Answer, Metrics, joined
-from kvcache_rag.models.generate import Generated, generate, uses_beams
+from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
 from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
 
@@ -127,15 +127,19 @@ class Answerer:
             # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
             return [self.run(request, None, cancelled) for request in requests]
         prompts = [self.prompt(request, 0, "") for request in requests]
-        if not self.model.fits_together(sum(map(self._tokens, prompts))):
-            return [self.run(request, None, cancelled) for request in requests]
+        if len(prompts) > 1 and self._why_apart(prompts):
+            half = len(requests) // 2
+            first, second = requests[:half], requests[half:]
+            return [*self.run_batch(first, cancelled), *self.run_batch(second, cancelled)]
         return self.answers(prompts, requests[0].started, None, cancelled) if prompts else []
 
-    def _tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt and its answer at most."""
-        prefix = 0 if prompt.request.is_plain else len(self.renderer.prefix_ids)
-        chunks = sum(map(len, prompt.chunks))
-        return prefix + chunks + len(prompt.query) + prompt.request.max_new_tokens
+    def _why_apart(self, prompts: Sequence[Prompt]) -> str:
+        """Why prompts cannot be one batch; "" if they can."""
+        request = prompts[0].request
+        prefix = 0 if request.is_plain else len(self.renderer.prefix_ids)
+        tokens = [prefix + sum(map(len, one.chunks)) + len(one.query) for one in prompts]
+        room = request.max_new_tokens
+        return self.model.why_apart(tokens, room=room, beams=beams(request.options))
 
     def prompt(self, request: Request, number: int, answer: str) -> Prompt:
         """The prompt of round `number`, given the answer so far."""

@@ -179,9 +179,15 @@ class LanguageModel(ABC):
         limit = self.layout.limit if self.layout else None
         return min(self.longest(wanted), limit or 10**9)
 
-    def fits_together(self, tokens: int) -> bool:
-        """Whether prompts and answers of so many tokens in all can be one batch."""
-        return True
+    def why_apart(self, tokens: Sequence[int], *, room: int, beams: int) -> str:
+        """Why rows cannot be in one batch; "" if they can.
+
+        Args:
+            tokens: Of each, without those that it will generate.
+            room: Tokens that each will generate at most.
+            beams: How many times each will be repeated.
+        """
+        return ""
 
     def why_no_longer(self, window: int, longest: int) -> str:
         """Why cached chunks have this context window, and a full prefill that: ends a sentence.

@@ -223,6 +223,11 @@ class LlamaCpp:
         return lib.llama_model_n_head(self.model), lib.llama_model_n_head_kv(self.model)
 
     @property
+    def most_sequences(self) -> int:
+        """How many a context can have."""
+        return int(self.lib.llama_max_parallel_sequences())
+
+    @property
     def rotates_halves(self) -> bool:
         """Whether column i of a head is rotated with i + width / 2, not with its neighbour."""
         return int(self.lib.llama_model_rope_type(self.model)) == _HALVES

@@ -362,17 +362,12 @@ class LlamaCppModel(LanguageModel):
             beams: How many times each will be repeated.
 
         Raises:
-            InvalidInputError: If there can be no context of so many cells.
+            InvalidInputError: If there can be no such context.
         """
+        if why := self.why_apart(tokens, room=room, beams=beams):
+            raise InvalidInputError(f"{why}; ask for less at once")
         llama, rows = self.llama, len(tokens)
-        cells = sum(tokens) + rows * beams * room
-        if not self.fits_together(cells):
-            raise InvalidInputError(
-                f"{cells} tokens are wanted at once, and beyond {llama.options.most} longrope has "
-                "other frequencies; ask for less, or give the engine a larger context_window"
-            )
-        # Whoever reorders beams needs as many again.
-        llama.ensure(cells, FIRST + rows * (2 * beams if beams > 1 else 1))
+        llama.ensure(_cells(tokens, room, beams), _sequences(rows, beams))
         llama.empty()
         return CellsCache(llama, range(FIRST, FIRST + rows))
 
@@ -453,9 +448,17 @@ class LlamaCppModel(LanguageModel):
         most = self.llama.options.most
         return [self.llama.trained_length, *([most] if most else [])]
 
-    def fits_together(self, tokens: int) -> bool:
-        most = self.llama.options.most
-        return not most or tokens <= most
+    def why_apart(self, tokens: Sequence[int], *, room: int, beams: int) -> str:
+        llama = self.llama
+        cells, sequences = _cells(tokens, room, beams), _sequences(len(tokens), beams)
+        if (most := llama.options.most) and cells > most:
+            return (
+                f"{cells} tokens are wanted in one batch, and beyond {most} longrope has other "
+                "frequencies, which an engine with a larger context_window has at every length"
+            )
+        if sequences > (most := llama.most_sequences):
+            return f"{sequences} sequences are wanted in one batch, and llama.cpp has {most}"
+        return ""
 
     @property
     def row_cost(self) -> float:
@@ -549,6 +552,15 @@ class _Weights:
 
     def written(self) -> None:
         """Nothing writes them."""
+
+
+def _cells(tokens: Sequence[int], room: int, beams: int) -> int:
+    return sum(tokens) + len(tokens) * beams * room
+
+
+def _sequences(rows: int, beams: int) -> int:
+    # Whoever reorders beams needs as many again.
+    return FIRST + rows * (2 * beams if beams > 1 else 1)
 
 
 def _move(layout: ModelLayout, segment: Segment) -> Move | None:
