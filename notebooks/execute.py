@@ -28,13 +28,21 @@ def read(name: str) -> NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def execute(name: str) -> NotebookNode:
+def execute(name: str, backend: str = "") -> NotebookNode:
     """A notebook with new outputs, run in an empty folder; the file stays as it is.
+
+    Args:
+        name: Of the notebook.
+        backend: What runs its models; "" for what it says, which is nothing.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell fails.
     """
     notebook = read(name)
+    if backend:
+        for cell in notebook.cells:
+            said = f'settings = {{\n    "backend": "{backend}",\n'
+            cell.source = cell.source.replace("settings = {\n", said)
     options: dict[str, Any] = {
         "coalesce_streams": True,  # else a progress bar leaves every state it was in
         "record_timing": False,

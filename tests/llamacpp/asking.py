@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def rounding(family: str) -> float:
     """How far float32 logits of the same layout may be apart, in their standard deviations.
 
-    Measured over all that is compared here: 3.5e-5 (of YaRN, 1.5e-5 elsewhere), and 8e-4 of gemma3,
-    where llama.cpp reads GELU from a table of 16-bit values, so that the last bit of a sum may give
-    another value.
+    Measured over all that is compared here: 3.5e-5 (of YaRN, 1.5e-5 elsewhere), and 8e-4 of gemma3
+    and mpt, where llama.cpp reads GELU from a table of 16-bit values, so that the last bit of a sum
+    may give another value.
     """
-    return 5e-3 if family == "gemma3" else 1e-4
+    return 5e-3 if family in ("gemma3", "mpt") else 1e-4
 
 
 def opened(path: Path, **options: Any) -> Engine:

@@ -36,8 +36,10 @@ class Family:
         head: Width of a head.
         values: Further metadata of the architecture.
         form: What its layers consist of: `plain`, or of `biases`, `norms` of keys and queries,
-            norms `behind` them, tensors that are `fused`, both halves `parallel`, `convolutions`.
+            norms `behind` them, tensors that are `fused`, or are and have no `gate`, both halves
+            `parallel`, `convolutions`.
         factors: Tensors that divide frequencies, and how steeply they rise.
+        learned: Whether positions are added to the embeddings.
     """
 
     architecture: str
@@ -48,6 +50,7 @@ class Family:
     values: dict[str, Any] = field(default_factory=dict)
     form: str = "plain"
     factors: dict[str, float] = field(default_factory=dict)
+    learned: bool = False
 
 
 _YARN = {
@@ -95,6 +98,13 @@ FAMILIES: Final = {
             "logit_scale": 0.25,
         },
     ),
+    "smollm3": Family("smollm3", "every fourth layer rotates nothing", layers=6),
+    "mpt": Family(
+        "mpt",
+        "attention counts places (ALiBi), nothing is rotated",
+        form="gate",
+        values={"attention.layer_norm_epsilon": 1e-5, "attention.max_alibi_bias": 8.0},
+    ),
     "phi3": Family(
         "phi3",
         "longrope, keys have a magnitude, fused tensors",
@@ -108,6 +118,21 @@ FAMILIES: Final = {
 }
 """Those whose chunks are stitched."""
 
+LIMITED: Final = {
+    "mistral3": Family(
+        "mistral3",
+        "queries are scaled by position, YaRN with turns of its own",
+        values={
+            **_YARN,
+            "rope.scaling.original_context_length": ORIGINAL,
+            "rope.scaling.yarn_beta_fast": 8.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "attention.temperature_scale": 0.4,
+        },
+    ),
+}
+"""Those whose chunks are stitched up to some length."""
+
 REFUSED: Final = {
     "lfm2": Family(
         "lfm2",
@@ -115,6 +140,13 @@ REFUSED: Final = {
         layers=4,
         form="convolutions",
         values={"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]},
+    ),
+    "mpt learned": Family(
+        "mpt",
+        "positions are learned",
+        form="gate",
+        values={"attention.layer_norm_epsilon": 1e-5},
+        learned=True,
     ),
     "qwen2vl": Family(
         "qwen2vl",
@@ -128,7 +160,7 @@ REFUSED: Final = {
 
 def write(path: Path, name: str, *, seed: int = 0) -> Path:
     """The file of a family, with weights by `seed`."""
-    family = (FAMILIES | REFUSED)[name]
+    family = (FAMILIES | LIMITED | REFUSED)[name]
     writer: Any = gguf.GGUFWriter(str(path), family.architecture)
     random = np.random.default_rng(seed)
     _metadata(writer, family)
@@ -191,8 +223,12 @@ def _metadata(writer: Any, family: Family) -> None:
 def _shapes(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     vocabulary = len(byte_tokenizer().get_vocab())
     yield "token_embd.weight", (vocabulary, WIDTH)
+    if family.form != "parallel":  # else the same
+        yield "output.weight", (vocabulary, WIDTH)
     last = "token_embd_norm" if family.form == "convolutions" else "output_norm"
     yield f"{last}.weight", (WIDTH,)
+    if family.learned:
+        yield "position_embd.weight", (LENGTH, WIDTH)
     for name in family.factors:
         yield f"{name}.weight", (family.head // 2,)
     for layer in range(family.layers):
@@ -209,7 +245,8 @@ def _layer(family: Family, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "ffn_up.weight", (2 * FEED, WIDTH)
     else:
         yield "ffn_up.weight", (FEED, WIDTH)
-        yield "ffn_gate.weight", (FEED, WIDTH)
+        if family.form != "gate":
+            yield "ffn_gate.weight", (FEED, WIDTH)
     if family.form == "behind":
         yield "post_attention_norm.weight", (WIDTH,)
         yield "post_ffw_norm.weight", (WIDTH,)
@@ -220,7 +257,7 @@ def _layer(family: Family, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         return
     query, key = HEADS * family.head, family.kv_heads * family.head
     yield "attn_output.weight", (WIDTH, query)
-    if family.form == "fused":
+    if family.form in ("fused", "gate"):
         yield "attn_qkv.weight", (query + 2 * key, WIDTH)
         return
     for name, rows in (("q", query), ("k", key), ("v", key)):

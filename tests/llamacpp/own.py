@@ -111,6 +111,20 @@ class Own:
             place += 1
         return said, torch.cat(rows[:n])
 
+    def state(self, ids: Sequence[int], *, first: int = 0) -> bytearray:
+        """What llama.cpp writes of these tokens, which see themselves alone."""
+        self._empty()
+        self._decode(ids, first, _WORK, 0)
+        return bytearray(caches(self._context, _WORK + 1)[_WORK])
+
+    def takes(self, state: bytearray) -> bytearray | None:
+        """What llama.cpp writes of a sequence that it was given; None if it does not take it."""
+        self._empty()
+        room = (ctypes.c_uint8 * len(state)).from_buffer(state)
+        if lib.llama_state_seq_set_data(self._context, room, len(state), _WORK) != len(state):
+            return None
+        return bytearray(caches(self._context, _WORK + 1)[_WORK])
+
     # ---------------------------------------------------------------- how
 
     def _lay(

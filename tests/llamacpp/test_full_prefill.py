@@ -72,9 +72,12 @@ def test_prefix_and_first_chunk_are_a_full_prefill(
 def test_the_laws_would_notice_another_position(
     engine: Engine, family: str, files: Files, own: Decoder
 ) -> None:
-    """One position further the logits are the same but for rounding: equal bits say more."""
+    """One position further the logits are the same but for rounding: equal bits say more.
+
+    Where attention counts places (mpt), a position further is no other place.
+    """
     ids = ids_of(engine)
     further = own(files(family)).full(ids.all, len(ids.query), first=1)
     found = engine.logits(QUESTION, TEXTS, policy=FullRecompute())
-    assert not torch.equal(found, further)
+    assert torch.equal(found, further) is (family == "mpt")
     assert error(found, further) < 10 * rounding(family)

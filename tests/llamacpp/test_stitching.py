@@ -20,9 +20,17 @@ import pytest
 import torch
 from laws import QUESTION, TEXTS, error
 from llamacpp.asking import ids_of, opened, parts, rounding, without_prefix
-from llamacpp.ggufs import FAMILIES, LENGTH
+from llamacpp.ggufs import FAMILIES, LENGTH, ORIGINAL
 
-from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import (
+    ContextTooLongError,
+    DiskStore,
+    Engine,
+    FullRecompute,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+)
 from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.models.rotation import Move
@@ -100,6 +108,21 @@ def test_beyond_the_length_where_longrope_has_other_frequencies(files: Files, ow
     assert error(found, expected) < rounding("phi3")
     short = own(files("phi3")).stitched(*parts(ids_of(engine)))
     assert error(found, short) > 0.1
+
+
+def test_up_to_where_queries_are_scaled_by_position(files: Files, own: Decoder) -> None:
+    """Law: a chunk is what it is elsewhere up to there; longer prompts are refused, or full."""
+    engine, alone = opened(files("mistral3")), own(files("mistral3"))
+    expected = alone.stitched(*parts(ids_of(engine)))
+    found = engine.logits(QUESTION, TEXTS, policy=Reuse())
+    assert error(found, expected) < rounding("mistral3")
+    texts = ["".join(TEXTS) * 2, "".join(TEXTS[::-1]) * 2]
+    assert engine.context_window == ORIGINAL < len(ids_of(engine, texts).all)
+    with pytest.raises(ContextTooLongError, match=r"queries are scaled by position.*FullRecompute"):
+        engine.generate(QUESTION, texts, policy=Reuse())
+    ids = ids_of(engine, texts)
+    found = engine.logits(QUESTION, texts, policy=FullRecompute())
+    assert torch.equal(found, alone.full(ids.all, len(ids.query)))
 
 
 def test_a_chunk_longer_than_what_llama_cpp_computes_at_once(
@@ -254,7 +277,10 @@ def test_the_law_would_notice(
         found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     except RuntimeError:
         return  # llama.cpp itself does not take it
-    assert error(found, expected) > 20 * rounding(family)
+    if family == "mpt" and mutant.startswith("keys"):  # which are not turned there
+        assert error(found, expected) < rounding(family)
+    else:
+        assert error(found, expected) > 10 * rounding(family)
 
 
 def test_the_law_would_notice_chunks_that_saw_no_prefix(

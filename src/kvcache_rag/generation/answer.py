@@ -89,7 +89,7 @@ class Answerer:
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader, self.window, self.longest = loader, window, longest
         self.buffer = PromptBuffer(model)
-        self.is_choosy = loader is None or model.measured.by_place
+        self.is_choosy = loader is None or model.measured.by_place or model.has_cells
         self.watch: AnswerWatch | None = None
         self.filler: Filler | None = None
         if loader is not None:
@@ -188,7 +188,8 @@ class Answerer:
     def ensure_capturable(self, prompt: Prompt) -> None:
         """Raise `UnsupportedModelError` if chunks shall be reused as the model cannot have them.
 
-        It keeps no keys and values, or counts places and chunks are to overlap in position.
+        It keeps no keys and values, or counts places and chunks are to overlap in position, or what
+        runs it cannot do what the policy wants.
         """
         if prompt.chunks and not self.is_full(prompt):
             _ = self.model.measured
@@ -198,6 +199,8 @@ class Answerer:
                     f"chunks cannot overlap in position as {policy!r} wants them; use Reuse(), or "
                     'positions="reordered" in a policy that takes it'
                 )
+            if self.filler is not None:
+                self.filler.ensure_possible(prompt)
 
     def answers(
         self,

@@ -100,7 +100,6 @@ class CellsFiller(Filler):
     # ------------------------------------------------------------------ what is chosen
 
     def _planned(self, prompt: Prompt) -> _Plan:
-        self._refuse(prompt)
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
         prefix = loader.prefiller.prefix_ids
         sizes = [chunk.key.tokens for chunk in prompt.chunks]
@@ -130,8 +129,7 @@ class CellsFiller(Filler):
         )
         return _Plan(prompt, row)
 
-    def _refuse(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedModelError` for what llama.cpp cannot do."""
+    def ensure_possible(self, prompt: Prompt) -> None:
         policy = prompt.policy
         if policy.chooses_tokens and not policy.needs_scorer and not policy.is_reuse:
             self.model.ensure_recomputable()

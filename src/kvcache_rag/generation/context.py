@@ -279,6 +279,9 @@ class Filler(ABC):
         self.model, self.tokenizer, self.loader = model, tokenizer, loader
         self.buffer, self.auxiliary, self.rotation = buffer, auxiliary, rotation
 
+    def ensure_possible(self, prompt: Prompt) -> None:  # noqa: B027  # others can all
+        """Raise `UnsupportedModelError` if chunks cannot be used as a prompt's policy wants."""
+
     def fill(self, prompts: Sequence[Prompt]) -> Context:
         """Bring the contexts of a batch, of one or more prompts whose requests are alike.
 

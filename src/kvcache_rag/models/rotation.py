@@ -252,7 +252,7 @@ class Move:
                     rotated = slot[chosen]  # (layers, heads, tokens, width)
                     table.rotate_into(rotated, [rotated])
 
-    def bring(self, part: KeysAndValues, source: ChunkKV) -> None:
+    def bring(self, part: KeysAndValues, source: KeysAndValues) -> None:
         """Copy `source` to `part` and rotate its keys, in one pass over the memory."""
         for index, slots in enumerate(self.slots):
             targets = (part.keys(index), part.values(index))

@@ -133,6 +133,8 @@ class RowSignals:
     def _deviation(self, layer: int) -> Tensor:
         model, context = self.row.model, self.row.shape.context_tokens
         slots = self.row.buffer.slots()
+        if model.has_cells:
+            model.ensure_recomputable()  # it gives no keys of a layer
         if layer not in slots:
             if model.recurrent is not None:
                 model.ensure_recomputable()  # at no other layer either

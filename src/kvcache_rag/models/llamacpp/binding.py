@@ -38,6 +38,10 @@ _ABORTED = 2
 _NONE, _NEIGHBOURS, _HALVES = -1, 0, 2
 
 
+class LlamaCppError(RuntimeError):
+    """What llama.cpp was asked for, and could not do."""
+
+
 def library() -> Any:
     """The functions of llama-cpp-python.
 
@@ -113,7 +117,8 @@ class LlamaCpp:
     Attributes:
         path: Its file.
         options: How contexts are made.
-        begun: How often a context was made or emptied: what was in it is gone.
+        begun: How often the context was emptied or freed: what was in it is gone.
+        is_settled: Whether an engine has said how contexts are made.
         together: Tokens of one call that are computed together at most.
         threads: Gives how many to compute with.
     """
@@ -158,6 +163,7 @@ class LlamaCpp:
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
         self.context: Any = None
+        self.is_settled = False
         self.begun = self.cells = self.sequences = self.together = 0
         self._free_context: Any = None
         self._adapter: Any = None
@@ -302,13 +308,13 @@ class LlamaCpp:
         self._free_context = weakref.finalize(self, lib.llama_free, made)
         self._memory = lib.llama_get_memory(made)
         self._limit = int(lib.llama_n_batch(made))
-        self.begun += 1
 
     def close_context(self) -> None:
         """Free the context."""
         if self._free_context is not None:
             self._free_context()
         self.context, self._free_context, self.cells = None, None, 0
+        self.begun += 1
 
     def stop_when(self, is_stopped: Callable[[], bool] | None) -> None:
         """End passes as soon as `is_stopped` says so; None for no more of that."""
@@ -338,7 +344,7 @@ class LlamaCpp:
 
         Raises:
             StoppedError: If it was stopped.
-            RuntimeError: If llama.cpp could not.
+            LlamaCppError: If llama.cpp could not.
         """
         lib, rows = self.lib, []
         count = self.threads()
@@ -375,7 +381,7 @@ class LlamaCpp:
         if code == _ABORTED:
             raise StoppedError
         if code:
-            raise RuntimeError(f"llama.cpp could not compute {n} tokens (code {code})")
+            raise LlamaCppError(f"llama.cpp could not compute {n} tokens (code {code})")
         found = [
             np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, index), (self.vocabulary,))
             for index, is_wanted in enumerate(wanted)
@@ -392,19 +398,19 @@ class LlamaCpp:
         state = bytearray(size)
         room = (ctypes.c_uint8 * size).from_buffer(state)
         if lib.llama_state_seq_get_data(self.context, room, size, sequence) != size:
-            raise RuntimeError("llama.cpp could not write the state of a sequence")
+            raise LlamaCppError("llama.cpp could not write the state of a sequence")
         return state
 
     def set_state(self, sequence: int, state: bytearray) -> None:
         """Fill a sequence, which is emptied first, with cells that we wrote as bytes.
 
         Raises:
-            RuntimeError: If llama.cpp does not take them.
+            LlamaCppError: If llama.cpp does not take them.
         """
         lib, size = self.lib, len(state)
         room = (ctypes.c_uint8 * size).from_buffer(state)
         if lib.llama_state_seq_set_data(self.context, room, size, sequence) != size:
-            raise RuntimeError("llama.cpp could not read the state of a sequence")
+            raise LlamaCppError("llama.cpp could not read the state of a sequence")
 
     def copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
         """Let a sequence have the cells of another one, too, at positions `start..stop`."""
@@ -413,7 +419,7 @@ class LlamaCpp:
     def remove(self, sequence: int, start: int = -1, stop: int = -1) -> None:
         """Take cells from a sequence, all or those at positions `start..stop`."""
         if not self.lib.llama_memory_seq_rm(self._memory, sequence, start, stop):
-            raise RuntimeError("llama.cpp could not drop a part of a sequence")
+            raise LlamaCppError("llama.cpp could not drop a part of a sequence")
 
     def empty(self, *, wipe: bool = False) -> None:
         """Empty all sequences, so that cells are taken in the same order each time.

@@ -86,14 +86,14 @@ class LlamaCppForCausalLM:
     def __call__(
         self,
         input_ids: Tensor,
-        cache: CellsCache,
+        cache: CellsCache | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutputWithPast:
         """One pass behind what a cache holds, of which the newest is the only one that is.
 
         Args:
             input_ids: `(rows, n)` int64.
-            cache: From `LlamaCppModel.new_cache` or `begin`.
+            cache: From `LlamaCppModel.new_cache` or `begin`; None is refused.
             logits_to_keep: Logits of how many of the last tokens, 0 for all.
 
         Returns:

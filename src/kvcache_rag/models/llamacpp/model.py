@@ -10,7 +10,7 @@ question, and scales them again each time where RoPE has a magnitude.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,7 +20,12 @@ from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.language import LanguageModel, lock_of
-from kvcache_rag.models.llamacpp.binding import CACHE_TYPES, CELL_STEP, installed_version
+from kvcache_rag.models.llamacpp.binding import (
+    CACHE_TYPES,
+    CELL_STEP,
+    LlamaCppError,
+    installed_version,
+)
 from kvcache_rag.models.llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
 from kvcache_rag.models.llamacpp.rope import frequency_sets
 from kvcache_rag.models.llamacpp.state import form_of
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterator, Sequence
 
+    from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
     from kvcache_rag.models.llamacpp.state import State, StateForm
     from kvcache_rag.models.rotation import ModelLayout
@@ -64,6 +70,7 @@ class LlamaCppModel(LanguageModel):
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
         self._form: StateForm | None = None
+        self._where: list[list[_LayerRun]] = []  # the layers of each group lie in states
         # Another engine of the model may be answering.
         with lock_of(model), torch.inference_mode():
             self._settle_length(window)
@@ -72,10 +79,14 @@ class LlamaCppModel(LanguageModel):
             try:
                 self._refuse()
                 self.layout = self._measure()
-                if not self.layout.immovable:
-                    self._try_out(self.layout)
+                self._where = [
+                    _layer_runs(group.layout, self._known_form) for group in self.layout.groups
+                ]
+                self._try_out(self.layout)
             except UnsupportedModelError as error:
                 self.layout, self.refusal = None, str(error)
+            except LlamaCppError as error:
+                self.layout, self.refusal = None, f"{self.llama.architecture}: {error}"
 
     def _settle_length(self, window: int | None) -> None:
         """With longrope, have contexts on one side of the length where frequencies change.
@@ -90,12 +101,12 @@ class LlamaCppModel(LanguageModel):
         is_long = (window or 0) > original
         # llama.cpp makes contexts of whole steps.
         least, most = (original + 1, 0) if is_long else (0, original // CELL_STEP * CELL_STEP)
-        if llama.context and (llama.options.least, llama.options.most) != (least, most):
+        if llama.is_settled and (llama.options.least, llama.options.most) != (least, most):
             raise InvalidInputError(
                 f"this model has other frequencies beyond {original} tokens, and another engine of "
                 "it was made for the other side of that; load the file once more"
             )
-        llama.options = replace(llama.options, least=least, most=most)
+        llama.options, llama.is_settled = replace(llama.options, least=least, most=most), True
 
     def _refuse(self) -> None:
         """Raise `UnsupportedModelError` for what llama.cpp would take in silence, and get wrong."""
@@ -203,6 +214,8 @@ class LlamaCppModel(LanguageModel):
                 "known here; install a version that is (docs/models.md), or use "
                 'backend="transformers"'
             )
+        if layout.immovable:
+            return
         head = self.prefill(None, [prefix])[0]
         members = [head, *self.prefill(head, [other, chunk])]
         stop, found = sum(map(len, members)), []
@@ -304,19 +317,21 @@ class LlamaCppModel(LanguageModel):
         llama.copy(WORK, FIRST, chunk.start + first, chunk.start + stop)
         state = self._known_form.read(llama.state(FIRST))
         llama.remove(FIRST)
-        for group in range(len(chunk.layout.groups)):
-            positions = state.positions(group)  # in order of their cells
-            order = sorted(range(len(positions)), key=positions.__getitem__)
-            wanted = [*range(chunk.start + first, chunk.start + stop)]
-            if [positions[place] for place in order] != wanted:
-                raise RuntimeError("llama.cpp gave other cells of a chunk than were computed")
-            for slot, found in (
-                (chunk.keys(group), state.keys(group)),
-                (chunk.values(group), state.values(group)),
-            ):
-                # [layers, heads, tokens, width]
-                is_sorted = order == [*range(len(order))]
-                slot[..., first:stop, :] = found if is_sorted else found[..., order, :]
+        wanted = [*range(chunk.start + first, chunk.start + stop)]
+        for group, runs in enumerate(self._where):
+            for run in runs:
+                positions = state.positions(run.cache)  # in order of its cells
+                order = sorted(range(len(positions)), key=positions.__getitem__)
+                if [positions[place] for place in order] != wanted:
+                    raise LlamaCppError("llama.cpp gave other cells of a chunk than were computed")
+                found = run.of_state(state)
+                for slot, numbers in (
+                    (chunk.keys(group), found.keys(0)),
+                    (chunk.values(group), found.values(0)),
+                ):
+                    # [layers, heads, tokens, width]
+                    is_sorted = order == [*range(len(order))]
+                    slot[run.layers, :, first:stop] = numbers if is_sorted else numbers[:, :, order]
 
     def _written(
         self, segment: Segment, move: Move | None, start: int = 0, stop: int | None = None
@@ -329,12 +344,11 @@ class LlamaCppModel(LanguageModel):
         if stop - start < len(chunk):
             chunk = _narrowed(chunk, start, stop)
             move = move and move.narrow(start, stop)
-        if move is not None:
-            move.bring(state, chunk)
-        else:
-            for group in range(len(chunk.layout.groups)):
-                state.keys(group).copy_(chunk.keys(group))
-                state.values(group).copy_(chunk.values(group))
+        for group, runs in enumerate(self._where):
+            keys, values = chunk.keys(group), chunk.values(group)
+            own = Move(((None, None),)) if move is None else Move((move.slots[group],))
+            for run in runs:
+                own.bring(run.of_state(state), _Layers(keys[run.layers], values[run.layers]))
         return state.data
 
     # ---------------------------------------------------------------- prompts
@@ -419,6 +433,7 @@ class LlamaCppModel(LanguageModel):
 
     def forget(self) -> None:
         self.llama.empty(wipe=True)
+        self.llama.close_context()
 
     # ---------------------------------------------------------------- what it is
 
@@ -460,6 +475,55 @@ class LlamaCppModel(LanguageModel):
             "layers to choose tokens by; use BestLast(), LegoLink(n), CacheClip(), Reuse(), "
             'Combination() or FullRecompute(), or backend="transformers"'
         )
+
+
+@dataclass(frozen=True)
+class _LayerRun:
+    """Layers of one group of a layout that lie one behind the other in a cache of llama.cpp's.
+
+    Attributes:
+        layers: Of the group.
+        cache: Number of the cache.
+        rows: Of its layers.
+    """
+
+    layers: slice
+    cache: int
+    rows: slice
+
+    def of_state(self, state: State) -> _Layers:
+        """Their keys and values in a state, views."""
+        return _Layers(state.keys(self.cache)[self.rows], state.values(self.cache)[self.rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """Keys and values of some layers, `[layers, heads, tokens, width]` each."""
+
+    k: Tensor
+    v: Tensor
+
+    def keys(self, group: int) -> Tensor:
+        return self.k
+
+    def values(self, group: int) -> Tensor:
+        return self.v
+
+
+def _layer_runs(group: GroupLayout, form: StateForm) -> list[_LayerRun]:
+    """Where the layers of a group lie in states: caches are not divided by rotation."""
+    runs: list[_LayerRun] = []
+    for place, layer in enumerate(group.layers):
+        cache = next(one for one, held in enumerate(form.groups) if layer in held.layers)
+        row = layer - form.groups[cache].layers[0]
+        last = runs[-1] if runs else None
+        if last is not None and (last.cache, last.rows.stop) == (cache, row):
+            runs[-1] = _LayerRun(
+                slice(last.layers.start, place + 1), cache, slice(last.rows.start, row + 1)
+            )
+        else:
+            runs.append(_LayerRun(slice(place, place + 1), cache, slice(row, row + 1)))
+    return runs
 
 
 class _Weights:

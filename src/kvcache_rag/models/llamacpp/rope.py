@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvcache_rag.models.llamacpp.binding import LlamaCpp
 
 _BASE: Final = 10000.0
+# As llama.cpp has it, whatever a file says.
+_LLAMA4: Final = 8192
 # Of YaRN (arXiv 2309.00071): turns within the original context window.
 _FAST, _SLOW = 32.0, 1.0
 
@@ -35,18 +37,33 @@ def frequency_sets(
         is_long: Whether contexts are long ones (longrope).
     """
     found: dict[bytes, FrequencySet] = {}
+    scaled = _scaled_from(model)
     for name, values, limit in _candidates(model, head, factors, is_long=is_long):
-        beyond = (
-            ""
-            if limit is None
-            else (
+        beyond = ""
+        if limit is not None:
+            beyond = (
                 f"beyond {limit} tokens longrope has other frequencies; give the engine a larger "
                 "context_window to have these at every length"
             )
-        )
+        if scaled is not None and (limit is None or scaled < limit):
+            limit = scaled
+            beyond = f"beyond {limit} tokens queries are scaled by position, in chunks, too"
         known = values.numpy().tobytes()
         found.setdefault(known, FrequencySet(name, partial(_same, values), limit, beyond))
     return tuple(found.values())
+
+
+def _scaled_from(model: LlamaCpp) -> int | None:
+    """From which position on queries are scaled, and chunks are not what they are elsewhere."""
+    if model.architecture == "llama4":
+        return _LLAMA4  # where its layers also begin anew to attend
+    if not model.number("attention.temperature_scale"):
+        return None
+    return int(
+        model.number("attention.temperature_length")
+        or model.number("rope.scaling.original_context_length")
+        or model.trained_length
+    )
 
 
 def _same(values: Tensor, _total: int) -> Tensor:
@@ -69,8 +86,9 @@ def _candidates(
             yield name, plain.float(), None
             if scale != 1:
                 yield f"{name}, / {scale:g}", (plain / scale).float(), None
-                yarn = _yarn(plain, base, dim, scale, original)
-                yield f"{name}, YaRN {scale:g}", yarn.float(), None
+                for turns in dict.fromkeys([(_FAST, _SLOW), _own_turns(model)]):
+                    yarn = _yarn(plain, base, dim, scale, original, turns)
+                    yield f"{name}, YaRN {scale:g} {turns}", yarn.float(), None
             for own, values in factors.items():
                 if len(values) != len(plain) or own == _OTHER[is_long]:
                     continue
@@ -81,13 +99,30 @@ def _candidates(
 _OTHER: Final = {True: "rope_factors_short", False: "rope_factors_long"}
 
 
-def _yarn(plain: Tensor, base: float, dim: int, scale: float, original: int) -> Tensor:
+def _own_turns(model: LlamaCpp) -> tuple[float, float]:
+    """Those of a file, which llama.cpp reads for some architectures alone."""
+    number = model.number
+    return (
+        number("rope.scaling.yarn_beta_fast") or _FAST,
+        number("rope.scaling.yarn_beta_slow") or _SLOW,
+    )
+
+
+def _yarn(
+    plain: Tensor,
+    base: float,
+    dim: int,
+    scale: float,
+    original: int,
+    turns: tuple[float, float],
+) -> Tensor:
     """Frequencies of YaRN, as ggml has them: high ones stay, low ones are divided by `scale`."""
 
     def corner(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(0.0, math.floor(corner(_FAST))), min(dim - 1.0, math.ceil(corner(_SLOW)))
+    low, high = (corner(one) for one in turns)
+    low, high = max(0.0, math.floor(low)), min(dim - 1.0, math.ceil(high))
     ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(0.001, high - low)
     stays = 1 - ramp.clamp(0, 1)  # (dim / 2,)
     return plain / scale * (1 - stays) + plain * stays

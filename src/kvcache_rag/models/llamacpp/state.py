@@ -206,7 +206,7 @@ def _parsed(data: bytearray) -> list[Cache]:
         while magic == MAGIC and place < len(data):
             cache, place = _cache(data, place)
             caches.append(cache)
-    except struct.error:
+    except (struct.error, OverflowError):  # of a length beyond all memory
         caches = []
     if not caches or place != len(data):
         raise UnsupportedModelError("a state of llama.cpp cannot be read: its form is unknown")
@@ -223,6 +223,8 @@ def _cache(data: bytearray, place: int) -> tuple[Cache, int]:
         raise struct.error("cells of several sequences, or with more than a position")
     place += cells * _CELL.size
     transposed, layers = _DATA.unpack_from(data, place)
+    if transposed > 1:
+        raise struct.error("how values lie")
     place += _DATA.size
     keys, kinds, key_rows, value_rows = place, set(), set(), set()
     for _ in range(layers):

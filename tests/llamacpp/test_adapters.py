@@ -1,0 +1,127 @@
+"""A PEFT adapter beside weights in llama.cpp is the adapter in transformers' weights."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from laws import QUESTION, TEXTS, error
+from llamacpp.asking import opened, rounding
+from safetensors.torch import load_file, save_file
+
+from kvcache_rag import BestLast, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.models.adapters import CONFIG, WEIGHTS, write_training
+from kvcache_rag.models.pretrained import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamacpp.conftest import Files
+
+peft = pytest.importorskip("peft", reason="pip install 'kvcache-rag[finetune]'")
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(path: Path, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A random adapter of all linear layers for a file, large enough to be seen."""
+    model, _, _ = load(path, dtype="float32", device="cpu", options={}, tokenizer=object())
+    rank = {"r": 4, "lora_alpha": 6, "target_modules": list(MODULES), **changes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what transformers is about to rename
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**rank))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.2, generator=generator)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 24}},
+        {"rank_pattern": {"v_proj": 2}},
+        {"target_modules": ["k_proj"]},
+    ],
+    ids=["all", "root of the rank", "a factor of its own", "a rank of its own", "keys alone"],
+)
+def test_law_an_adapter_is_that_of_transformers(
+    family: str, changes: dict[str, Any], files: Files, tmp_path: Path
+) -> None:
+    """Law: full prefill and stitched, both engines say the same."""
+    path = files(family)
+    folder = write_adapter(path, tmp_path / "adapter", **changes)
+    ours, theirs = (
+        opened(path, adapter=folder, backend=backend) for backend in ("llama.cpp", "transformers")
+    )
+    plain = opened(path)
+    for policy in (FullRecompute(), Reuse()):
+        found, wanted, without = (
+            engine.logits(QUESTION, TEXTS, policy=policy) for engine in (ours, theirs, plain)
+        )
+        assert error(found, wanted) < rounding(family)
+        assert error(without, wanted) > 0.1
+
+
+def test_chunks_of_an_adapter_are_its_own(files: Files, tmp_path: Path) -> None:
+    path = files("llama")
+    first, second = (write_adapter(path, tmp_path / str(seed), seed=seed) for seed in range(2))
+    engines = [opened(path), *(opened(path, adapter=one) for one in (first, second, first))]
+    assert len({engine.spec for engine in engines}) == 3
+    assert engines[1].spec == engines[3].spec
+
+
+def test_one_that_was_trained_for_blocks_makes_reuse_the_default(
+    files: Files, tmp_path: Path
+) -> None:
+    path = files("llama")
+    folder = write_adapter(path, tmp_path / "adapter")
+    assert opened(path, adapter=folder).policy == BestLast()
+    write_training(folder)
+    assert opened(path, adapter=folder).policy == Reuse()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "IA3"}, "it is of kind IA3"),
+        ({"use_dora": True}, "use_dora is set"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        ({"bias": "all"}, "takes adapters of low rank"),
+    ],
+)
+def test_what_is_more_than_low_rank_is_refused(
+    changes: dict[str, Any], said: str, files: Files, tmp_path: Path
+) -> None:
+    path = files("llama")
+    folder = write_adapter(path, tmp_path / "adapter")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **changes}))
+    with pytest.raises(InvalidInputError, match=said):
+        opened(path, adapter=folder)
+
+
+def test_what_does_not_fit_is_refused(files: Files, tmp_path: Path) -> None:
+    folder = write_adapter(files("llama"), tmp_path / "adapter")
+    weights = load_file(folder / WEIGHTS)
+    name = next(iter(weights))
+    other = name.replace("layers.0", "layers.99")
+    save_file({**weights, other: weights[name].clone()}, folder / WEIGHTS)
+    with pytest.raises(InvalidInputError, match=r"layers.99"):
+        opened(files("llama"), adapter=folder)
+    save_file({one: weights[one][..., :2].contiguous() for one in weights}, folder / WEIGHTS)
+    with pytest.raises(InvalidInputError, match="does not fit the model"):
+        opened(files("llama"), adapter=folder)

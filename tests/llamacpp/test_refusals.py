@@ -1,0 +1,299 @@
+"""What llama.cpp cannot do is said in one sentence, by name, with what to do instead."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import pickle
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from laws import QUESTION, TEXTS, error
+from llamacpp import ggufs
+from llamacpp.asking import Picked, ids_of, opened, rounding
+from small import make_tokenizer
+from zoo import byte_tokenizer
+
+from kvcache_rag import (
+    Ape,
+    BestLast,
+    CacheBlend,
+    CacheClip,
+    ContextTooLongError,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    KVCacheRagError,
+    LegoLink,
+    MissingExtraError,
+    ProphetKV,
+    Reuse,
+    UnsupportedModelError,
+)
+from kvcache_rag.models.llamacpp import binding
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamacpp.conftest import Decoder, Files
+
+
+@pytest.fixture(scope="module")
+def engine(files: Files) -> Engine:
+    return opened(files("llama"))
+
+
+def is_a_sentence(error: BaseException) -> bool:
+    text = str(error)
+    return "\n" not in text and 20 < len(text) < 420
+
+
+# ---------------------------------------------------------------------- models
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "lfm2",
+            r"lfm2: some layers are recurrent.* backend=\"transformers\" stitches such models",
+        ),
+        ("qwen2vl", r"qwen2vl: a token's position is several numbers \(M-RoPE\)"),
+    ],
+)
+def test_models_that_cannot_be_stitched_answer_by_full_prefill(
+    files: Files, own: Decoder, name: str, words: str
+) -> None:
+    """Law: their answers are those of a full prefill, with one warning; chunks are refused."""
+    engine = opened(files(name))
+    with pytest.warns(UserWarning, match=rf"^{words}.*; it answers by full prefill"):
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids == answer.token_ids
+    if name == "lfm2":  # the reference cannot say several positions
+        said, _ = own(files(name)).answer([], [], [*ids_of(engine).all], 5)
+        assert [*answer.token_ids] == said
+    for call in (
+        lambda: engine.generate(QUESTION, TEXTS, policy=Reuse()),
+        lambda: engine.add(TEXTS),
+    ):
+        with pytest.raises(UnsupportedModelError, match=rf"^{words}") as caught:
+            call()
+        assert is_a_sentence(caught.value)
+    batch = engine.generate_batch(
+        [(QUESTION, TEXTS), ("x", TEXTS[:1])], policy=FullRecompute(), max_new_tokens=5
+    )
+    assert batch[0].token_ids == answer.token_ids
+
+
+def test_keys_that_cannot_be_moved_stay_where_they_are(files: Files, own: Decoder) -> None:
+    """Law: with learned positions one chunk is reused in its place, and several are refused."""
+    engine, alone = opened(files("mpt learned")), own(files("mpt learned"))
+    assert "learned absolute positions" in engine.refusal
+    with pytest.warns(UserWarning, match=r"learned absolute.*; it answers by full prefill"):
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    said, _ = alone.answer([], [], [*ids_of(engine).all], 5)
+    assert [*answer.token_ids] == said
+    ids = ids_of(engine, TEXTS[:1])
+    for misses in (1, 0):
+        one = engine.generate(QUESTION, TEXTS[:1], policy=Reuse(), max_new_tokens=5)
+        assert one.metrics.misses == misses
+        said, logits = alone.answer([], [], [*ids.all], 5)
+        assert [*one.token_ids] == said
+    found = engine.logits(QUESTION, TEXTS[:1], policy=Reuse())
+    assert error(found[-1:], logits[:1]) < rounding("mpt")
+    with pytest.raises(UnsupportedModelError, match="learned absolute positions"):
+        engine.generate(QUESTION, TEXTS, policy=Reuse())
+
+
+# ---------------------------------------------------------------------- policies
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (CacheBlend(0.3), r"llama.cpp gives neither attention nor keys of single layers"),
+        (ProphetKV(0.3), r"llama.cpp gives neither attention nor keys of single layers"),
+        (Ape(0.8, 0.9), r"Ape\(.*\) weighs chunks inside attention"),
+        (Reuse("composite"), r"composite positions do not"),
+        (LegoLink(4, positions="composite"), r"composite positions do not"),
+        (BestLast(positions="composite"), r"composite positions do not"),
+        (Picked(lambda prompt: torch.ones(3)), r"select must return a bool tensor"),
+        (CacheClip(ratio=0.3), r"needs an auxiliary model to choose tokens"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_policies_that_are_refused(engine: Engine, policy: Any, words: str) -> None:
+    for call in (
+        lambda: engine.generate(QUESTION, TEXTS, policy=policy),
+        lambda: engine.generate_batch([(QUESTION, TEXTS), ("x", TEXTS)], policy=policy),
+        lambda: engine.logits(QUESTION, TEXTS, policy=policy),
+        lambda: engine.explain(QUESTION, TEXTS, policy=policy),
+    ):
+        with pytest.raises(KVCacheRagError, match=words) as caught:
+            call()
+        assert is_a_sentence(caught.value)
+    assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2).token_ids
+
+
+def test_policies_of_users_that_look_at_layers_are_refused(engine: Engine) -> None:
+    """Law: whatever signal they ask for without saying so."""
+
+    class Deviating(Picked):
+        def select(self, prompt: Any, signals: Any) -> Any:
+            return signals.deviation(1) > 0
+
+    class Attending(Picked):
+        def select(self, prompt: Any, signals: Any) -> Any:
+            return signals.attention() > 0
+
+    for policy in (Deviating(lambda prompt: None), Attending(lambda prompt: None)):
+        with pytest.raises(UnsupportedModelError, match="gives neither attention nor keys") as told:
+            engine.generate(QUESTION, TEXTS, policy=policy)
+        assert is_a_sentence(told.value)
+
+
+def test_composite_positions_of_one_chunk_are_its_places(engine: Engine) -> None:
+    one = [
+        engine.logits(QUESTION, TEXTS[:1], policy=Reuse(positions=positions))
+        for positions in ("composite", "reordered")
+    ]
+    assert torch.equal(*one)
+
+
+def test_why_chunks_are_copied_is_told(files: Files) -> None:
+    """Law: chunks are not attended to where they lie, whatever rotation is asked for."""
+    for rotation in ("auto", "copied", "deferred"):
+        metrics = opened(files("llama"), rotation=rotation).generate(QUESTION, TEXTS).metrics
+        assert metrics.rotation == "copied"
+        assert metrics.not_deferred == "llama.cpp has contexts in cells of its own"
+
+
+# ---------------------------------------------------------------------- prompts
+def test_a_prompt_that_is_too_long_is_the_engines_own_error(files: Files) -> None:
+    engine = opened(files("llama"))
+    assert engine.context_window == ggufs.LENGTH
+    long = "abcdefgh" * (ggufs.LENGTH // 8)
+    for call in (
+        lambda: engine.generate(QUESTION, [long, long], policy=Reuse()),
+        lambda: engine.generate(QUESTION, [long, long], policy=FullRecompute()),
+        lambda: engine.complete(long * 2),
+        lambda: engine.add([long]),
+    ):
+        with pytest.raises(ContextTooLongError) as caught:
+            call()
+        assert is_a_sentence(caught.value)
+
+
+def test_longropes_length_holds_of_full_prefills_too(files: Files) -> None:
+    """Law: llama.cpp has one set of frequencies in a context, of which the error tells."""
+    engine, texts = opened(files("phi3")), ["a" * 300, "b" * 300]
+    for policy in (Reuse(), FullRecompute()):
+        with pytest.raises(ContextTooLongError, match="give the engine a larger context_window"):
+            engine.generate(QUESTION, texts, policy=policy)
+    with pytest.raises(ContextTooLongError):
+        engine.complete(texts[0] * 2)
+    longer = opened(files("phi3"), context_window=ggufs.LENGTH)
+    for policy in (Reuse(), FullRecompute()):
+        assert longer.generate(QUESTION, texts, policy=policy, max_new_tokens=2).token_ids
+
+
+def test_a_prompt_that_fills_its_window(files: Files, own: Decoder) -> None:
+    """Law: what fits is answered to the last token, on either side of longrope's length."""
+    engine = opened(files("phi3"))
+    tokens = len(ids_of(engine, ["a", "b"]).all)
+    first, second = "a" * 200, "b" * (ggufs.ORIGINAL - tokens - 200 + 2 - 8)
+    assert len(ids_of(engine, [first, second]).all) == ggufs.ORIGINAL - 8
+    for policy in (Reuse(), LegoLink(30), FullRecompute()):
+        options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "policy": policy}
+        assert len(engine.generate(QUESTION, [first, second], **options).token_ids) == 8
+
+
+def test_ids_that_there_are_not(files: Files) -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.add_tokens(["<new>"])
+    engine = opened(files("llama"), tokenizer=tokenizer)
+    with pytest.raises(InvalidInputError, match="beyond the model's 259 embeddings") as caught:
+        engine.complete("a <new>")
+    assert is_a_sentence(caught.value)
+    assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2).token_ids
+
+
+# ---------------------------------------------------------------------- loading
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "q8_0"}, r"llama.cpp keeps keys and values in float32, float16, bfloat16 here"),
+        ({"dtype": "float64"}, r"llama.cpp keeps keys and values in float32"),
+        ({"weight_format": "int8"}, r"has weights as the file has them"),
+        ({"model_kwargs": {"attn_implementation": "sdpa"}}, r"attn_implementation"),
+        ({"model_kwargs": {"n_threads": 0}}, r"n_threads must be a whole number from 1 up"),
+        ({"model_kwargs": {"n_gpu_layers": "all"}}, r"n_gpu_layers must be a whole number"),
+        ({"model_kwargs": {"flash_attn": "on"}}, r"flash_attn must be true or false"),
+        ({"tokenizer": make_tokenizer()}, r"the tokenizer has .* for token \d+, and llama.gguf"),
+        ({"context_window": 0}, r"context_window must be positive"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(files: Files, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words) as caught:
+        opened(files("llama"), **options)
+    assert is_a_sentence(caught.value)
+
+
+def test_a_gpu_that_there_is_not(files: Files) -> None:
+    if binding.library().llama_supports_gpu_offload():
+        assert opened(files("llama"), device="cpu").model.llama.gpu_layers == 0
+        return
+    with pytest.raises(InvalidInputError, match="was built without a GPU") as caught:
+        opened(files("llama"), device="cuda")
+    assert is_a_sentence(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["no gguf", "cut", "no file", "a folder", "another architecture"])
+def test_files_that_are_refused(files: Files, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    raw = files("llama").read_bytes()
+    if kind == "no gguf":
+        path.write_bytes(b"GGML" + raw[4:])
+    elif kind == "cut":
+        path.write_bytes(raw[: len(raw) // 2])
+    elif kind == "a folder":
+        path = tmp_path
+    elif kind == "another architecture":
+        path.write_bytes(raw.replace(b"llama", b"lamma"))
+    with pytest.raises(InvalidInputError) as caught:
+        opened(path)
+    assert is_a_sentence(caught.value)
+
+
+def test_an_encoder_is_no_language_model(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding.LlamaCpp, "can_generate", False)
+    with pytest.raises(InvalidInputError, match="is no causal language model"):
+        opened(files("llama"))
+
+
+def test_llama_cpp_that_is_not_installed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the package is asked for by the extra that brings it."""
+    for name in [one for one in sys.modules if one.split(".")[0] == "llama_cpp"]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    def hidden(name: str, *given: Any, **named: Any) -> Any:
+        if name.split(".")[0] == "llama_cpp":
+            raise ImportError(name)
+        return real(name, *given, **named)
+
+    monkeypatch.setattr(builtins, "__import__", hidden)
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvcache-rag\[llama-cpp\]'"):
+        opened(files("llama"))
+
+
+# ---------------------------------------------------------------------- the model itself
+def test_its_model_answers_the_engine_alone(engine: Engine) -> None:
+    """Law: whoever holds the model cannot mix prompts of the engine up."""
+    with pytest.raises(InvalidInputError, match="ask the engine"):
+        engine.model(torch.tensor([[5, 6]]), None)
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(InvalidInputError, match="cannot be copied or pickled"):
+            call(engine.model)

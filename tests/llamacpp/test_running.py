@@ -1,0 +1,251 @@
+"""An engine of llama.cpp that runs: stopped, asked by many at once, for long, and by several."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import access
+import psutil
+import pytest
+import torch
+from laws import QUESTION, TEMPLATE, TEXTS, error
+from llamacpp.asking import FixedScorer, ids_of, opened, parts, rounding
+from llamacpp.ggufs import LENGTH
+
+from kvcache_rag import (
+    BestLast,
+    CacheClip,
+    Engine,
+    FullRecompute,
+    KVCacheRagError,
+    LegoLink,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llamacpp.conftest import Decoder, Files
+
+POLICIES = [Reuse(), BestLast(), LegoLink(4), CacheClip(FixedScorer(), ratio=0.4), FullRecompute()]
+LONG = ["".join(TEXTS) * 10, "".join(TEXTS[::-1]) * 10]
+
+
+class After(threading.Event):
+    """An event that is set when it was looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks, self.seen = looks, 0
+
+    def is_set(self) -> bool:
+        self.seen += 1
+        return self.seen > self.looks
+
+
+@pytest.fixture(scope="module", params=["llama", "cohere2"])
+def engine(request: pytest.FixtureRequest, files: Files) -> Engine:
+    return opened(files(request.param))
+
+
+# ---------------------------------------------------------------------- stopped
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8},
+        {"num_beams": 3},
+        {"policy": Reuse()},
+        {"policy": Reuse(), "num_beams": 3},
+        {"policy": BestLast(), "temperature": 0.8},
+    ],
+    ids=str,
+)
+def test_a_pass_ends_when_an_event_is_set(engine: Engine, options: dict[str, Any]) -> None:
+    """Law: while a long prompt is computed, not behind it; the next question is right."""
+    options = {"policy": FullRecompute(), "max_new_tokens": 30, "min_new_tokens": 30, **options}
+    question = "".join(TEXTS) * 6
+    whole = After(10**9)
+    expected = engine.generate(question, LONG, cancelled=whole, **options)
+    assert whole.seen > 100, "an event is looked at between the parts of a pass"
+    bits = engine.logits(QUESTION, TEXTS, policy=Reuse())
+    for looks in (0, 3, whole.seen // 40):
+        event = After(looks)
+        answer = engine.generate(question, LONG, cancelled=event, **options)
+        assert event.seen < looks + 20, "the pass went on"
+        assert answer.finish_reason == "length"
+        assert len(answer.token_ids) <= 1
+        assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Reuse()), bits)
+    if "temperature" not in options:
+        again = engine.generate(question, LONG, cancelled=threading.Event(), **options)
+        assert again.token_ids == expected.token_ids
+
+
+def test_an_answer_ends_at_the_next_token(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 500, "min_new_tokens": 500, "policy": Reuse()}
+    stream = engine.stream(QUESTION, TEXTS, **options)
+    pieces = [next(iter(stream))]
+    stream.close()
+    assert pieces
+    event = threading.Event()
+    said: list[str] = []
+
+    def emit(piece: str) -> None:
+        said.append(piece)
+        if len(said) == 3:
+            event.set()
+
+    answer = engine.generate(QUESTION, TEXTS, emit=emit, cancelled=event, **options)
+    assert len(answer.token_ids) < 20
+    short = engine.generate(QUESTION, TEXTS, **{**options, "max_new_tokens": 8})
+    assert short.token_ids[: len(answer.token_ids)] == answer.token_ids[:8]
+
+
+def test_a_batch_that_is_stopped(engine: Engine) -> None:
+    asked = [("".join(TEXTS) * 3, LONG[:1]), (QUESTION, TEXTS)]
+    for policy in (Reuse(), FullRecompute()):
+        answers = engine.generate_batch(asked, policy=policy, cancelled=After(2), max_new_tokens=9)
+        assert [one.token_ids for one in answers] == [(), ()]
+    assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2).token_ids
+
+
+# ---------------------------------------------------------------------- by many
+def test_whoever_asks_at_once_gets_his_own_answer(engine: Engine) -> None:
+    """Law: eight threads, other questions, chunks and policies; chunks are missing at first."""
+    asked = [
+        (f"{number} is what?", [f"{number}{text}" for text in TEXTS[: 1 + number % 3]])
+        for number in range(24)
+    ]
+
+    def ask(number: int, engine: Engine) -> tuple[int, ...]:
+        policy = POLICIES[number % len(POLICIES)]
+        if number % 4 == 3:
+            stream = engine.stream(*asked[number], policy=policy, max_new_tokens=6)
+            "".join(stream)
+            return stream.answer.token_ids
+        return engine.generate(*asked[number], policy=policy, max_new_tokens=6).token_ids
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: ask(number, engine), range(24)))
+    alone = Engine(engine.model, engine.tokenizer, template=TEMPLATE, store=MemoryStore())
+    assert found == [ask(number, alone) for number in range(24)]
+    assert len({*found}) > 12
+
+
+# ---------------------------------------------------------------------- several engines
+def test_engines_of_one_model_have_their_own_prefixes(files: Files, own: Decoder) -> None:
+    """Law: chunks of each are computed behind its own prefix, whoever was asked before."""
+    first = opened(files("llama"))
+    template = PromptTemplate(system="Look at these, one by one: ", chunk_start="<d>")
+    second = Engine(first.model, first.tokenizer, template=template)
+    third = Engine(first.model, first.tokenizer, template=PromptTemplate(system=""))
+    for texts in ([text] for text in (*TEXTS, "a", "bc")):
+        for engine in (first, second, third):
+            expected = own(files("llama")).stitched(*parts(ids_of(engine, [*texts, *TEXTS])))
+            found = engine.logits(QUESTION, [*texts, *TEXTS], policy=Reuse())
+            assert error(found, expected) < rounding("llama")
+
+
+def test_a_longer_prefix_of_before_takes_no_cells(files: Files, own: Decoder) -> None:
+    first = opened(files("llama"), template=PromptTemplate(system="a" * 220))
+    first.add(["b"])
+    second = Engine(first.model, first.tokenizer, template=PromptTemplate(system="c"))
+    del first
+    text = "d" * 200
+    expected = own(files("llama")).stitched(*parts(ids_of(second, [text, "e"])))
+    found = second.logits(QUESTION, [text, "e"], policy=Reuse())
+    assert error(found, expected) < rounding("llama")
+
+
+def test_an_engine_that_is_made_meanwhile_disturbs_no_answer(files: Files) -> None:
+    """Law: measuring a model waits for the answer in progress."""
+    engine = opened(files("llama"))
+    options: dict[str, Any] = {"max_new_tokens": 120, "min_new_tokens": 120, "policy": Reuse()}
+    expected = engine.generate(QUESTION, TEXTS, **options).token_ids
+    with ThreadPoolExecutor(3) as pool:
+        made = [
+            pool.submit(Engine, engine.model, engine.tokenizer, template=TEMPLATE) for _ in range(6)
+        ]
+        found = [engine.generate(QUESTION, TEXTS, **options).token_ids for _ in range(6)]
+        others = [one.result() for one in made]
+    assert found == [expected] * 6
+    assert {other.spec for other in others} == {engine.spec}
+    assert others[0].generate(QUESTION, TEXTS, **options).token_ids == expected
+
+
+def test_a_cache_of_before_is_refused(engine: Engine) -> None:
+    """Law: what was begun anew cannot be gone on with."""
+    model, ids = access.adapter(engine), torch.tensor([[5, 6, 7]])
+    cache = model.new_cache(torch.ones_like(ids), room=4)
+    model.forward(ids[:, :2], cache, torch.arange(2))
+    engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)
+    with pytest.raises(KVCacheRagError, match="belongs to an earlier answer"):
+        model.forward(ids[:, 2:], cache, torch.arange(2, 3))
+
+
+# ---------------------------------------------------------------------- for long
+def questions(count: int) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Questions of all lengths, over new chunks and old ones, in every way."""
+    drawn = random.Random(5)
+    old = [*TEXTS]
+    for number in range(count):
+        chunks = [drawn.choice(old) for _ in range(drawn.randint(0, 3))]
+        if number % 3 == 0:
+            chunks.append(
+                f"{number}" + "".join(drawn.choices("abcdefgh ", k=drawn.randint(1, 150)))
+            )
+            old = [*old[-20:], chunks[-1]]
+        question = "".join(drawn.choices("abcdefgh", k=drawn.randint(1, 60)))
+        options: dict[str, Any] = {"policy": POLICIES[number % len(POLICIES)]}
+        if number % 7 == 0:
+            options |= {"num_beams": 2}
+        if number % 11 == 0:
+            options |= {"cancelled": After(number % 200)}
+        yield question, chunks, {**options, "max_new_tokens": drawn.randint(1, 12)}
+
+
+def test_memory_stays_what_it_is(files: Files) -> None:
+    """Law: three hundred questions take no more memory than the first ones.  Measured: 0 MiB."""
+    engine = opened(files("llama"), store=MemoryStore(2_000_000), context_window=1500)
+    process, seen = psutil.Process(), []
+    for number, (question, chunks, options) in enumerate(questions(300)):
+        engine.generate(question, chunks, **options)
+        if number % 50 == 49:
+            gc.collect()
+            seen.append(process.memory_info().rss / 2**20)
+    assert seen[-1] - seen[2] < 10, f"MiB after fifty questions each: {seen}"
+
+
+def test_what_nobody_holds_is_freed(files: Files) -> None:
+    """Law: a model goes with its last engine, with its context and its file."""
+    engine = opened(files("llama"), context_window=LENGTH)
+    engine.generate(QUESTION, LONG, policy=Reuse(), max_new_tokens=1)
+    llama = weakref.ref(access.adapter(engine).llama)
+    finalizers = [llama()._free_model, llama()._free_context]
+    del engine
+    gc.collect()
+    assert llama() is None
+    assert not any(one.alive for one in finalizers)
+
+
+def test_threads_are_those_that_torch_has(files: Files) -> None:
+    engine = opened(files("llama"))
+    llama = access.adapter(engine).llama
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)
+        assert llama.lib.llama_n_threads(llama.context) == 2
+    finally:
+        torch.set_num_threads(before)
+    engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)
+    assert llama.lib.llama_n_threads(llama.context) == before
+    fixed = opened(files("llama"), model_kwargs={"n_threads": 3})
+    assert fixed.model.llama.threads() == 3
