@@ -170,7 +170,7 @@ def test_an_auxiliary_model_chooses_for_it_and_it_is_none(engine: Engine) -> Non
     policy = CacheClip(scorer, ratio=0.3, threshold=None)
     answer = engine.generate(llama.QUESTION, llama.TEXTS, policy=policy, max_new_tokens=1)
     assert answer.metrics.recomputed_tokens > 0
-    with pytest.raises(UnsupportedModelError, match="llama.cpp shows nobody its attention"):
+    with pytest.raises(UnsupportedModelError, match=r"llama\.cpp shows nobody its attention"):
         Auxiliary(engine)
 
 
