@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from kvcache_rag import (
+    Auxiliary,
+    CacheClip,
     DiskStore,
     Engine,
     InvalidInputError,
     MissingExtraError,
     PromptTemplate,
     Reuse,
+    UnsupportedModelError,
 )
 from kvcache_rag.cli import main
 from kvcache_rag.engine import like
@@ -160,6 +163,15 @@ def test_chunks_are_in_memory_as_they_are_in_files(codec: Any, tmp_path: Path) -
         {"disk": 3},
         {"memory": 3},
     ]
+
+
+def test_an_auxiliary_model_chooses_for_it_and_it_is_none(engine: Engine) -> None:
+    scorer = Auxiliary.from_pretrained("tiny")
+    policy = CacheClip(scorer, ratio=0.3, threshold=None)
+    answer = engine.generate(llama.QUESTION, llama.TEXTS, policy=policy, max_new_tokens=1)
+    assert answer.metrics.recomputed_tokens > 0
+    with pytest.raises(UnsupportedModelError, match=r"llama\.cpp shows nobody its attention"):
+        Auxiliary(engine)
 
 
 def test_its_weights_and_its_file_have_names(engine: Engine) -> None:

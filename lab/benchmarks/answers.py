@@ -37,20 +37,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 import torch
-import xxhash
 
 from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
 from benchmarks.common import commit, described, load, result_file
 from kvcache_rag import Auxiliary, BestLast, DiskStore, Engine, ReusePolicy, policy_by_name
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
-from kvcache_rag.kv.chunk import canonical_json
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import Backend, resolve
 from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, top
 from kvcache_rag_lab.evaluation.datasets import read_json_lines
-from kvcache_rag_lab.evaluation.runner import evaluate
+from kvcache_rag_lab.evaluation.runner import evaluate, weights_digest
 from kvcache_rag_lab.evaluation.tasks import task_by_name
 from kvcache_rag_lab.scoring.ask import (
     CLOSED_BOOK,
@@ -293,11 +291,10 @@ def _sat(options: argparse.Namespace) -> Engine:
 def identity(engine: Engine, model: str) -> dict[str, str]:
     """What answers depend on: the model's file, the weights as they are, and their dtype."""
     path = Path(resolve(model))
-    weights = xxhash.xxh3_128_hexdigest(canonical_json(engine._adapter.weights.identity))
     return {
         "file": path.name,
         "sha256": file_digest(path) if path.is_file() else "",
-        "weights": weights,
+        "weights": weights_digest(engine),
         "dtype": str(engine._adapter.dtype).removeprefix("torch."),
     }
 

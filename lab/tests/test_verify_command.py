@@ -93,7 +93,9 @@ def test_a_file_of_questions_becomes_a_verdict_that_opens_the_gate(
         for policy in (
             Reuse(),
             verify._policies(
-                argparse.Namespace(policies=["ape:0.3,0.3"], auxiliary=None, base_url=None)
+                argparse.Namespace(
+                    policies=["ape:0.3,0.3"], auxiliary=None, backend=None, base_url=None
+                )
             )[0],
         )
     )

@@ -14,6 +14,7 @@ import xxhash
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json
+from kvcache_rag.models.weights import model_identity
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.ask import (
     Asked,
@@ -32,6 +33,7 @@ from kvcache_rag_lab.scoring.ask import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from kvcache_rag.engine import Engine
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.stores import ChunkStore
     from kvcache_rag_lab.scoring.question import Task
@@ -102,13 +104,20 @@ def evaluate(
         for label in dict.fromkeys(cell.model for cell in cells):
             if run.missing(label):
                 engine = open_model((models or {}).get(label, label))
-                identity = canonical_json(engine._adapter.weights.identity)
-                records.note(f"model {label}", xxhash.xxh3_128_hexdigest(identity))
+                records.note(f"model {label}", weights_digest(engine))
                 with tempfile.TemporaryDirectory() as folder:
                     places = Workplaces(engine, Path(folder), auxiliary, store)
                     run.ask(label, places, bar, first_tokens)
                 del engine  # before the next one is loaded
     return run.result()
+
+
+def weights_digest(engine: Engine) -> str:
+    """What tells the weights of a model, as they are, from others."""
+    adapter = engine._adapter
+    # llama.cpp has no weights of torch, and they do not change.
+    named = adapter.weights.identity if adapter.has_cells else model_identity(engine.model)
+    return xxhash.xxh3_128_hexdigest(canonical_json(named))
 
 
 class _Run:

@@ -45,6 +45,11 @@ class QueryAttention:
             UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
                 built like those of transformers, or it attends by place.
         """
+        if model.has_cells:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: llama.cpp shows nobody its attention, so it cannot be "
+                'an auxiliary model; load that with backend="transformers"'
+            )
         model.ensure_attends_only("so it cannot be an auxiliary model; choose another one")
         # Falcon's eager code adds the bias twice.
         model.ensure_takes_positions("it cannot be an auxiliary model; choose another one")
