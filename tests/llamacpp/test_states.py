@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
     from llamacpp.own import Own
 
-    from kvcache_rag.models.llamacpp.state import State
+    from kvcache_rag.models.llamacpp.state import CellState
 
 IDS = [40, 41, 42, 43, 50, 60, 70]
 
@@ -40,7 +40,7 @@ def form(family: str, data: bytearray, dtype: str = "float32") -> StateForm:
     return form_of(data, [[head], [head]], getattr(torch, dtype), TYPES[dtype])
 
 
-def rewritten(state: State) -> bytearray:
+def rewritten(state: CellState) -> bytearray:
     """The same keys and values, written anew."""
     again = state.form.write(state.positions(0))
     for group in range(len(state.parts)):

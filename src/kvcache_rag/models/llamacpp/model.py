@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
-    from kvcache_rag.models.llamacpp.state import State, StateForm
+    from kvcache_rag.models.llamacpp.state import CellState, StateForm
     from kvcache_rag.models.rotation import ModelLayout
 
 # As `drafts.ROW_COST`, on a processor: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a Qwen2.5
@@ -181,7 +181,7 @@ class LlamaCppModel(LanguageModel):
         llama.remove(WORK)
         return state
 
-    def _alone(self, ids: Sequence[int], start: int) -> State:
+    def _alone(self, ids: Sequence[int], start: int) -> CellState:
         return self._known_form.read(self._computed(ids, start))
 
     def _run(self, ids: Sequence[int], start: int, sequence: int) -> None:
@@ -494,7 +494,7 @@ class _LayerRun:
     cache: int
     rows: slice
 
-    def of_state(self, state: State) -> _Layers:
+    def of_state(self, state: CellState) -> _Layers:
         """Their keys and values in a state, views."""
         return _Layers(state.keys(self.cache)[self.rows], state.values(self.cache)[self.rows])
 
@@ -588,7 +588,7 @@ def _runs(chosen: Tensor) -> Iterator[tuple[int, int, bool]]:
             start = stop
 
 
-def _rebuilt(form: StateForm, state: State) -> bytearray:
+def _rebuilt(form: StateForm, state: CellState) -> bytearray:
     """A state written anew from what was read of another one."""
     again = form.write(state.positions(0), WORK)
     for group in range(len(state.parts)):

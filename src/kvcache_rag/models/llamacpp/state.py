@@ -56,7 +56,7 @@ class StateForm:
     kind: int
     transposed: bool
 
-    def write(self, positions: Sequence[int], sequence: int = 0) -> State:
+    def write(self, positions: Sequence[int], sequence: int = 0) -> CellState:
         """A new state of cells at these positions, whose keys and values are to be filled in."""
         cells = len(positions)
         row = b"".join(_CELL.pack(position, 1, sequence) for position in positions)
@@ -83,7 +83,7 @@ class StateForm:
                     _ROWS.pack_into(data, place, self.kind, value * self.dtype.itemsize)
                 place += _HEADER + cells * value * self.dtype.itemsize
             parts.append(_Part(tuple(positions), keys, values))
-        return State(self, data, tuple(parts))
+        return CellState(self, data, tuple(parts))
 
     def _nbytes(self, group: GroupLayout, cells: int) -> int:
         width = _width(group.key_shape) + _width(group.value_shape)
@@ -91,7 +91,7 @@ class StateForm:
         head = _CELLS.size + cells * _CELL.size + _DATA.size
         return head + len(group.layers) * (2 * _HEADER + numbers)
 
-    def read(self, data: bytearray) -> State:
+    def read(self, data: bytearray) -> CellState:
         """What llama.cpp wrote.
 
         Raises:
@@ -109,7 +109,9 @@ class StateForm:
             )
             if not fits:
                 raise UnsupportedModelError("a state of llama.cpp has another form than before")
-        return State(self, data, tuple(_Part(one.positions, one.keys, one.values) for one in found))
+        return CellState(
+            self, data, tuple(_Part(one.positions, one.keys, one.values) for one in found)
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class CellState:
     """The bytes of a state, and its keys and values in them.
 
     Attributes:
