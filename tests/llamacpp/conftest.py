@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
-
-pytest.importorskip("llama_cpp", reason="pip install 'kvcache-rag[llama-cpp]'")
-
 from llamacpp import ggufs
-from llamacpp.own import Own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from llamacpp.own import Own
+
     Files: TypeAlias = "Callable[[str], Path]"
     Decoder: TypeAlias = "Callable[..., Own]"
+
+
+class _NotInstalled(pytest.Module):
+    """A module whose tests need llama-cpp-python."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip("pip install 'kvcache-rag[llama-cpp]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    if find_spec("llama_cpp") is not None:
+        return None
+    return _NotInstalled.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,6 +73,8 @@ def float_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="module")
 def own() -> Iterator[Decoder]:
     """Opens llama.cpp by itself, once for each way to open it."""
+    from llamacpp.own import Own
+
     opened: dict[object, Own] = {}
 
     def open_own(path: Path, **how: object) -> Own:
