@@ -506,7 +506,7 @@ def test_other_parts_do_not_call_the_tokenizer() -> None:
     calls = re.compile(
         r"tokenizer\(\s*(?!\"\"|\))|[tT]okenizer\.(encode|tokenize)\(|encode_batch\("
     )
-    functions = re.compile(r"def \w+\(|(load|from|gguf)_tokenizer")
+    functions = re.compile(r"def \w+\(|(load|from|gguf|keep)_tokenizer")
     found = {
         f"{path.name}: {line.strip()}"
         for path in places

@@ -249,13 +249,13 @@ def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     for _ in range(2):
         if kept.is_dir() and not _changed(kept):
             with contextlib.suppress(OSError, ValueError):
-                return _read_tokenizer(kept, options)
-        if options or not _keep(kept, partial(_write_tokenizer, path)):
+                return _load_tokenizer(kept, options)
+        if options or not _keep(kept, partial(_keep_tokenizer, path)):
             break
     return _gguf_tokenizer(path, options)
 
 
-def _read_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
+def _load_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -265,7 +265,7 @@ def _read_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
     return kind.from_pretrained(str(folder), **options)
 
 
-def _write_tokenizer(path: Path, folder: Path) -> None:
+def _keep_tokenizer(path: Path, folder: Path) -> None:
     _gguf_tokenizer(path, {}).save_pretrained(str(folder))
 
 
@@ -352,7 +352,7 @@ def _write(path: Path, dtype: torch.dtype, folder: Path) -> None:
     _dequantised(path, dtype, {}).save_pretrained(str(folder))
     # Without one of its own, a tokenizer has to be given.
     with contextlib.suppress(Exception):
-        _write_tokenizer(path, folder)
+        _keep_tokenizer(path, folder)
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
