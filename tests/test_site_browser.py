@@ -86,8 +86,8 @@ def test_the_search_works_without_a_server(driver: Any, query: str, found: str) 
     driver.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys(query)
 
     def titles(_: Any) -> list[str]:
-        return [
-            title.text for title in driver.find_elements(By.CSS_SELECTOR, ".md-search-result h1")
-        ]
+        seen = driver.find_elements(By.CSS_SELECTOR, ".md-search-result h1")
+        texts = [title.text for title in seen]
+        return texts if all(texts[:5]) else []  # some are not drawn yet
 
     assert found in WebDriverWait(driver, 20).until(titles)[:5]

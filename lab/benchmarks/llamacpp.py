@@ -25,19 +25,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from benchmarks.common import commit, described, load, processor_of, read, result_file, write
-from benchmarks.llamacpp_alone import answer_jobs
-from benchmarks.peers_sides import CHUNK, Material, folder_bytes, material, result, template_of
-from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, Reuse
+from benchmarks.peers_sides import CHUNK, Material, material
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import load_tokenizer, resolve
 
@@ -52,46 +47,6 @@ KINDS: Final = {
     "ours-int4": ("reuse", "default"),
 }
 NEW: Final = 48
-_PROGRAMS: Final = {"own": "benchmarks.llamacpp", "alone": "benchmarks.llamacpp_alone"}
-_POLICIES: Final = {"full": FullRecompute(), "reuse": Reuse(), "default": BestLast()}
-
-
-class Ours:
-    """This project, over files in the page cache."""
-
-    def __init__(self, side: str, model: str, window: int, folder: Path, system: str) -> None:
-        """Load the model."""
-        is_own = side == "ours"
-        self._folder = folder
-        self.engine = Engine.from_pretrained(
-            model,
-            adapter="none",
-            backend="llama.cpp" if is_own else "transformers",
-            weight_format="auto" if is_own else side.removeprefix("ours-"),  # type: ignore[arg-type]
-            store=DiskStore(folder),
-            template=template_of(system),
-            context_window=window,
-        )
-        self.engine.model.generation_config.eos_token_id = None
-
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Answer over chunks that are known."""
-        engine, texts = self.engine, job["texts"]
-        policy = _POLICIES[job["kind"]]
-        keys = engine.add(texts)
-        began = time.perf_counter()
-        answer = engine.generate(job["question"], texts, policy=policy, max_new_tokens=job["new"])
-        total, cost = time.perf_counter() - began, answer.metrics
-        found = result(cost.ttft, total, answer.token_ids, cost.reused_tokens)
-        tokens = sum(key.tokens for key in dict.fromkeys(keys))
-        return {**found, "stored": folder_bytes(self._folder) / tokens}
-
-
-def serve(words: argparse.Namespace) -> None:
-    """Be one of our sides: answer jobs until the input ends."""
-    torch.set_num_threads(words.threads)
-    side = Ours(words.side, words.model, words.window, words.folder, words.system)
-    answer_jobs(side.ask)
 
 
 class Side:
@@ -100,14 +55,12 @@ class Side:
     def __init__(self, name: str, model: str, threads: int, window: int, system: str) -> None:
         """Start it."""
         self.name, self._place = name, tempfile.TemporaryDirectory()
-        program = "alone" if name == "llama.cpp" else "own"
-        command = [sys.executable, "-m", _PROGRAMS[program]]
+        is_alone = name == "llama.cpp"
+        program = "benchmarks.llamacpp_alone" if is_alone else "benchmarks.llamacpp_ours"
+        command = [sys.executable, "-m", program, "--file", resolve(model)]
         command += ["--threads", str(threads), "--window", str(window)]
-        if program == "alone":
-            command += ["--file", resolve(model)]
-        else:
-            command += ["--side", name, "--models", model, "--system", system]
-            command += ["--folder", self._place.name]
+        if not is_alone:
+            command += ["--side", name, "--system", system, "--folder", self._place.name]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -184,10 +137,6 @@ def measured(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for and add it to the report."""
     options = _options(arguments)
-    if options.side:
-        options.model, options.threads = options.models[0], options.threads[0]
-        serve(options)
-        return 0
     for model in options.models:
         name = Path(model).stem
         about = material(load_tokenizer(model, {}), max(options.contexts))
@@ -233,12 +182,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", type=int, default=1, help="rounds with what takes a full prefill")
     parser.add_argument("--json", type=Path, default=result_file("llamacpp"))
-    for own in ("--side", "--system", "--folder", "--window"):  # of a side's own process
-        parser.add_argument(own, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.folder = Path(options.folder) if options.folder else None
-    options.window = int(options.window or 0)
-    return options
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

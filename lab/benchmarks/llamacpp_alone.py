@@ -6,17 +6,16 @@ Its prompt cache is what its one sequence holds of the last prompt: an equal beg
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.jobs import answer_jobs
 from kvcache_rag.models.llamacpp.binding import ContextOptions, LlamaCpp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 class Llama:
@@ -48,24 +47,6 @@ class Llama:
         wanted = [False] * (len(ids) - 1) + [True]
         logits = self._llama.decode(ids, range(start, start + len(ids)), [0] * len(ids), wanted)
         return int(logits[-1].argmax())
-
-
-def answer_jobs(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer jobs, one a line of the input, until it ends."""
-    # Libraries may print; the lines of the answers have the output to themselves.
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    print(json.dumps({"peak_mib": _peak()}), file=output, flush=True)
-    for line in sys.stdin:
-        found = ask(json.loads(line))
-        print(json.dumps({**found, "peak_mib": _peak()}), file=output, flush=True)
-
-
-def _peak() -> float:
-    """The largest resident set of this process so far, in MiB."""
-    said = Path("/proc/self/status").read_text(encoding="utf-8")
-    line = next(line for line in said.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
 
 
 def main() -> int:

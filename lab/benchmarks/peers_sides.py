@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 
+from benchmarks.jobs import folder_bytes, result
 from benchmarks.stock import cache_copy, prefilled, timed_generate
 from benchmarks.when_not import articles
 from kvcache_rag import DiskStore, Engine, FullRecompute, Reuse
@@ -186,23 +187,6 @@ class Handler(Protocol):
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Answer a prompt, in the state of the cache that its kind wants."""
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def result(ttft: float, total: float, tokens: Sequence[int], reused: int) -> dict[str, Any]:
-    """What every side says about a job: seconds, tokens, and how many of the prompt were reused."""
-    step = (total - ttft) / (len(tokens) - 1) if len(tokens) > 1 else 0.0
-    return {
-        "ttft": ttft,
-        "total": total,
-        "step": step,
-        "tokens": [*map(int, tokens)],
-        "reused": reused,
-    }
 
 
 class Ours:
