@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points, version
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 GROUP: Final = "kvcache_rag.commands"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
+# How argparse tells of an option that a value of it was refused.
+_OF_VALUE: Final = re.compile(r"^argument (.+?): (?=must |cannot )")
+
 # transformers reads them when it is imported, here and in processes that are started meanwhile.
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
@@ -40,6 +44,28 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX),
     **dict.fromkeys(("build", "playground", "serve"), "kvcache-rag[server]"),
     **dict.fromkeys(("bench", "eval", "finetune", "verify"), "kvcache-rag[lab]"),
+}
+
+
+# What had another name before, in 0.1 or since: an option or an action, and what it is now.
+FORMER: Final = {
+    **dict.fromkeys(("--store", "--kv"), "--kv-dir"),
+    "--store-bytes": "--kv-max-bytes",
+    **dict.fromkeys(("--codec", "--codecs"), "--kv-codec"),
+    "--url": "--base-url",
+    "--engine": "--backend",
+    "--engine-key": "--backend-key",
+    "--allowed-host": "--allowed-hosts",
+    "--allowed-origin": "--allowed-origins",
+    "--overlap": "--chunk-overlap",
+    "--chunk": "--chunk-size",
+    "--tokens": "--max-new-tokens",
+    "--n": "--questions",
+    **dict.fromkeys(("--model", "--models"), "MODEL"),
+    **dict.fromkeys(("--persist-dir", "--host"), "--chroma"),
+    "--grace": "--min-age",
+    "--json": "--report",
+    "verify": "check",
 }
 
 
@@ -66,12 +92,14 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
+        # The beginning of a name would be one until another option begins like it.
+        super().__init__(**{"allow_abbrev": False, **how})
         self.register("type", Path, lambda word: Path(expanded(word)))
 
     def error(self, message: str) -> NoReturn:
         """Say what was wrong, and leave."""
-        line = f"{self.prog}: error: {plain(message)} ({self.prog} --help lists what there is)"
+        message = _OF_VALUE.sub(r"\1 ", plain(message))
+        line = f"{self.prog}: error: {message} ({self.prog} --help lists what there is)"
         self.exit(REFUSED, f"{line}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -86,17 +114,28 @@ class ArgumentParser(argparse.ArgumentParser):
         if option is None:
             self.error(f"{words[0]!r} is one word too many; put quotes around what has spaces")
         name = option.partition("=")[0]
-        close = close_to(name, self._option_string_actions)
-        self.error(f"there is no option {name}{f'; did you mean {close}?' if close else ''}")
+        self.error(f"there is no option {name}{self._hint(name, self._names())}")
+
+    def _names(self) -> list[str]:
+        """Of all options and words."""
+        words = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+        return [*self._option_string_actions, *words]
+
+    @staticmethod
+    def _hint(name: str, known: Collection[str]) -> str:
+        """What something that is not known is called now, or was probably meant to be."""
+        now = FORMER.get(name)
+        if now in known:
+            return f"; it is {now} now" if now.islower() else f"; say {now} without it"
+        close = close_to(name, known)
+        return f"; did you mean {close}?" if close else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         known = [*map(str, action.choices)]
-        close = close_to(str(value), known)
-        hint = f"; did you mean {close}?" if close else ""
         is_action = isinstance(action, argparse._SubParsersAction)
-        message = f"there is no {value!r} among {', '.join(known)}{hint}"
+        message = f"there is no {value!r} among {', '.join(known)}{self._hint(str(value), known)}"
         raise argparse.ArgumentError(None if is_action else action, message)
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
+from fractions import Fraction
 from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
@@ -157,6 +159,25 @@ def expanded(path: str | os.PathLike[str]) -> str:
     A shell does that for a word of its own alone: not behind `--name=`, nor in a settings file.
     """
     return os.path.expanduser(os.fspath(path))
+
+
+_UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(?:b|bytes?)?", re.IGNORECASE)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, as people write it: 10GB, 1.5 MiB, 4096.
+
+    Raises:
+        ValueError: If it is none; its message is the rest of a sentence.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"must be a number of bytes such as 10GB, not {text!r}")
+    power = _UNITS[found[2].lower()]
+    if found[3]:
+        power = 1024 ** list(_UNITS).index(found[2].lower())
+    return int(Fraction(found[1]) * power)
 
 
 @cache

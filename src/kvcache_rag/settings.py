@@ -26,6 +26,7 @@ from pydantic import (
 
 from kvcache_rag.errors import (
     InvalidInputError,
+    byte_count,
     check_name,
     expanded,
     first_problem,
@@ -79,7 +80,12 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
     return template
 
 
+def _size(value: Any) -> Any:
+    return byte_count(value) if isinstance(value, str) else value
+
+
 _PATH: Final = BeforeValidator(_path)
+_SIZE: Final = BeforeValidator(_size)
 
 PathText = Annotated[str, _PATH]
 """A path or a name as text, given as either; `~` is the home folder."""
@@ -88,10 +94,19 @@ FilePath = Annotated[Path, _PATH]
 """A path as such."""
 
 
+Bytes = Annotated[int, _SIZE]
+"""A number of bytes, as such or as a text such as 10GB."""
+
+
 def is_path(field: FieldInfo) -> bool:
     """Whether an option is a `PathText` or a `FilePath`, or may be one."""
     kinds = get_args(field.annotation)
     return _PATH in field.metadata or any(kind in (PathText, FilePath) for kind in kinds)
+
+
+def is_size(field: FieldInfo) -> bool:
+    """Whether an option is a number of `Bytes`, or may be one."""
+    return _SIZE in field.metadata or Bytes in get_args(field.annotation)
 
 
 OPTIONS: Final = ConfigDict(
@@ -108,9 +123,9 @@ class StoreOptions(BaseModel):
     kv_dir: PathText | None = None
     """Folder of the chunks' keys and values, or a URL (s3://bucket/folder); without it they are
     kept in memory only."""
-    kv_max_bytes: int | None = Field(default=None, gt=0)
-    """Limit of that folder: the least recently used chunks go first; who serves a URL limits it
-    there."""
+    kv_max_bytes: Bytes | None = Field(default=None, gt=0)
+    """Limit of that folder, such as 10GB: the least recently used chunks go first; who serves a URL
+    limits it there."""
     kv_codec: Literal["native", "int8", "int4"] | None = None
     """Form of the chunks there: native (if nothing is said), or in half or a quarter of the bytes
     int8 or int4; on a CPU int8 is also the form in memory."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.settings import FilePath, LocalSettings, PathText, Settings
+from kvcache_rag.settings import Bytes, FilePath, LocalSettings, PathText, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,13 +27,13 @@ class RequestLimits(Settings):
 
     max_documents: int = Field(default=64, ge=1)
     """Documents of one request."""
-    max_document_bytes: int = Field(default=1 << 20, ge=1)
+    max_document_bytes: Bytes = Field(default=1 << 20, ge=1)
     """Bytes of one document's text, as UTF-8."""
-    max_body_bytes: int = Field(default=8 << 20, ge=1)
+    max_body_bytes: Bytes = Field(default=8 << 20, ge=1)
     """Bytes of the body of one request."""
     max_body_seconds: int = Field(default=15, ge=1)
     """Seconds within which the whole body has to be there."""
-    max_total_body_bytes: int = Field(default=64 << 20, ge=1)
+    max_total_body_bytes: Bytes = Field(default=64 << 20, ge=1)
     """Bytes of the bodies of all requests that are read, answered or wait; a fourth of it is kept
     for small ones."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -70,8 +70,8 @@ class ServerSettings(LocalSettings, RequestLimits):
     policy: str = ""
     """What is reused for requests that name no policy, such as cacheblend:0.2; without it reuse on
     a model that was trained for cached chunks, else bestlast."""
-    memory_bytes: int = Field(default=1 << 30, gt=0)
-    """Limit of the memory before the folder."""
+    memory_bytes: Bytes = Field(default=1 << 30, gt=0)
+    """Limit of the memory before the folder, such as 4GB."""
     backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more
     """What runs the model: in this process transformers, or llama.cpp, which takes GGUF files as
     they are (4 bits stay 4 bits); or vllm at its servers."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import add_options, add_report, new_file, policy_name, whole
 from kvcache_rag.progress import markdown
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare tasks, cells, size and where results go."""
     from kvcache_rag.settings import EngineSettings
 
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        default=["tiny"],
+        help=f"{EngineSettings.model_fields['model'].description} Several are compared (default: "
+        "tiny)",
+    )
     tasks = parser.add_argument_group("questions")
     tasks.add_argument("--task", nargs="+", metavar="TASK", default=[READER], help=TASKS)
     tasks.add_argument(
@@ -53,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--questions",
         metavar="N",
-        type=int,
+        type=whole(),
         help="questions per task (default: all, 200 of a generator)",
     )
     tasks.add_argument(
@@ -66,31 +74,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="score of the tables and differences (default: each task's)",
     )
-    tasks.add_argument("--seed", type=int, default=0, help="of questions and resamples (default 0)")
-    tasks.add_argument(
-        "--documents", type=int, default=6, help="per question of the reader (default 6)"
-    )
-    tasks.add_argument(
-        "--facts", type=int, default=4, help="per document of the reader (default 4)"
-    )
-    tasks.add_argument(
-        "--length", type=int, default=4096, help="tokens of a prompt of niah_* (default 4096)"
-    )
+    for flag, least, default, text in (
+        ("--seed", 0, 0, "of questions and resamples"),
+        ("--documents", 1, 6, "per question of the reader"),
+        ("--facts", 1, 4, "per document of the reader"),
+        ("--length", 1, 4096, "tokens of a prompt of niah_*"),
+    ):
+        text = f"{text} (default: {default})"
+        tasks.add_argument(flag, metavar="N", type=whole(least), default=default, help=text)
     compared = parser.add_argument_group("what is compared, every combination")
     compared.add_argument(
         "--policies",
         nargs="+",
         metavar="POLICY",
+        type=policy_name,
         default=["full", "reordered"],
         help=POLICIES,
-    )
-    compared.add_argument(
-        "--models",
-        "--model",
-        nargs="+",
-        metavar="MODEL",
-        default=["tiny"],
-        help="folder, hub name, GGUF file, smollm2 (default: tiny, the packaged reader)",
     )
     compared.add_argument(
         "--kv-codec",
@@ -99,7 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put chunks into files in these forms; native is always one of them",
     )
     compared.add_argument(
-        "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
+        "--k",
+        nargs="+",
+        metavar="N",
+        type=whole(),
+        help="documents per question, relevant ones first (default: all)",
     )
     add_options(
         compared,
@@ -112,12 +115,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how far first tokens are from full prefill's; always with --kv-codec",
     )
     work = parser.add_argument_group("work and results")
-    work.add_argument("--batch", type=int, default=32, help="questions at a time (default 32)")
+    work.add_argument(
+        "--batch", metavar="N", type=whole(), default=32, help="questions at a time (default: 32)"
+    )
     work.add_argument(
         "--timed",
-        type=int,
+        metavar="N",
+        type=whole(0),
         default=16,
-        help="questions per task asked alone for their times (default 16)",
+        help="questions per task asked alone for their times (default: 16)",
     )
     work.add_argument(
         "--out",
@@ -125,9 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="all results; run again to go on where a run was cut short, or to add policies",
     )
-    work.add_argument("--json", metavar="FILE", type=Path, help="the numbers of the tables")
+    add_report(work, "the numbers of the tables")
     work.add_argument(
-        "--plot", metavar="FILE", type=Path, help="quality against TTFT, .png or .svg"
+        "--plot", metavar="FILE", type=new_file, help="quality against TTFT, .png or .svg"
     )
 
 
@@ -180,15 +186,6 @@ def _check(arguments: argparse.Namespace) -> None:
     from kvcache_rag.errors import InvalidInputError
     from kvcache_rag_lab.evaluation.report import check_plot
 
-    for name in ("questions", "documents", "facts", "length", "batch", "k"):
-        argument = getattr(arguments, name)
-        values = argument if isinstance(argument, list) else [argument]
-        if any(value is not None and value < 1 for value in values):
-            raise InvalidInputError(f"--{name} must be at least 1")
-    if arguments.timed < 0 or arguments.seed < 0:
-        raise InvalidInputError("--timed and --seed must not be negative")
-    for file in filter(None, (arguments.json, arguments.plot)):
-        check_file(file)
     if arguments.data is not None and not arguments.data.is_dir():
         raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
     if arguments.plot is not None:
@@ -288,8 +285,8 @@ def _report(arguments: argparse.Namespace, records: Records) -> None:
     if arguments.out is not None:
         (arguments.out / "report.json").write_text(values, encoding="utf-8")
         (arguments.out / "report.md").write_text(table, encoding="utf-8")
-    if arguments.json is not None:
-        arguments.json.write_text(values, encoding="utf-8")
+    if arguments.report is not None:
+        arguments.report.write_text(values, encoding="utf-8")
     if arguments.plot is not None:
         draw(groups, arguments.plot, records.baseline)
     if arguments.out is not None and arguments.timed:

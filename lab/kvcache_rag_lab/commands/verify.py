@@ -12,7 +12,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.options import (
+    add_max_new_tokens,
+    add_model,
+    add_options,
+    new_file,
+    number,
+    policy_name,
+    whole,
+)
 from kvcache_rag.progress import plural, table
 from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
 
@@ -85,33 +93,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions",
         metavar="N",
-        type=int,
+        type=whole(),
         help=f"at most so many (default: all, {QUESTIONS} of a task)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="which of them, and of intervals (default: 0)"
+        "--seed",
+        metavar="N",
+        type=whole(0),
+        default=0,
+        help="which of them, and of intervals (default: 0)",
     )
     parser.add_argument(
         "--policies",
         nargs="+",
         metavar="POLICY",
+        type=policy_name,
         help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
         f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)}; "
         f"of llama.cpp {' '.join(OF_LLAMA)})",
     )
     parser.add_argument(
         "--keep",
-        type=float,
+        type=number(0, 1, above=True),
         default=0.95,
         metavar="SHARE",
         help="share of full prefill's score that a policy must keep for sure (default: 0.95)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
+    add_max_new_tokens(parser, 32)
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
-        default=Path("verdict.json"),
+        type=new_file,
+        default="verdict.json",
         help="default: verdict.json",
     )
 
@@ -143,7 +156,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a question is read."""
-    from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
 
     if arguments.base_url is None and arguments.model is None:
@@ -154,19 +166,10 @@ def _check(arguments: argparse.Namespace) -> None:
             raise InvalidInputError(
                 f"--{others[0].replace('_', '-')} is the server's to say; leave it out"
             )
-    for name in ("questions", "max_new_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.seed < 0:
-        raise InvalidInputError("--seed must not be negative")
-    if not 0 < arguments.keep <= 1:
-        raise InvalidInputError("--keep must be above 0 and at most 1")
     if arguments.data is None and arguments.task is None:
         raise InvalidInputError(
             "give --data FILE with questions of your own, or --task reader for a first try"
         )
-    check_file(arguments.out)
     asked = None if arguments.task else arguments.data
     if asked is not None and asked.resolve() == arguments.out.resolve():
         raise InvalidInputError(f"--out would replace the questions {asked}; name another file")

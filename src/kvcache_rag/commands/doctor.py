@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import size
+from kvcache_rag.commands.options import add_json
 from kvcache_rag.errors import expanded
 from kvcache_rag.progress import plain, plural, table
 
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dir", type=expanded, metavar="DIR", help="folder of chunks: can it be written?"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Where `build` and `plan` take texts from: files cut by tokens, and Chroma collections."""
+"""Where `build` takes texts from: files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class ChromaRows:
     """The rows of a Chroma collection, as they read in prompts.
 
     Attributes:
-        folder: Where the database is.
+        place: Folder of the database, or the URL of a Chroma server.
         collection: Its name.
         form: What of a row stands in prompts; "" lets each row tell.
         settings: Whose template wrote the chunks that the rows refer to.
     """
 
-    folder: str
+    place: str
     collection: str
     form: str
     settings: BuildSettings
@@ -103,9 +103,6 @@ class ChromaRows:
             InvalidInputError: If there is no such database or collection.
             MissingExtraError: If chromadb is not installed.
         """
-        from argparse import Namespace
-
         from kvcache_rag.commands.collections import open_client, open_collections
 
-        client = open_client(Namespace(persist_dir=self.folder, host=None))
-        return open_collections(client, [self.collection])[0]
+        return open_collections(open_client(self.place), [self.collection])[0]

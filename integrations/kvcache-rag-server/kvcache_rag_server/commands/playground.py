@@ -23,8 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvcache_rag_server.settings import ServerSettings
 
     serve.add_model_arguments(parser)
-    add_options(parser, ServerSettings, "port", "served_name", "policy", "memory_bytes")
-    parser.add_argument("--no-browser", action="store_true", help="only print where the page is")
+    page = parser.add_argument_group("the page")
+    add_options(page, ServerSettings, "port", "served_name", "policy", "memory_bytes")
+    page.add_argument("--no-browser", action="store_true", help="only print where the page is")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.commands.options import add_json
 from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place
 from llama_index.kvcache_rag.commands.report import metrics_line, source, source_lines
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question")
     add_place(parser)
     add_answering(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

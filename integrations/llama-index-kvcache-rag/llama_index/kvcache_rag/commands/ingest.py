@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcache_rag.commands.options import add_chunking, check_chunking
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import left_out_lines, plain
 from llama_index.kvcache_rag.commands.corpus import (
@@ -49,10 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with .txt, .md, .pdf, .html, .htm and .docx files",
     )
     add_place(parser)
-    parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
-    parser.add_argument(
-        "--chunk-overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
-    )
+    add_chunking(parser, "default: 256", overlap=None)
     parser.add_argument(
         "--replace",
         action="store_true",
@@ -73,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     documents, left_out = read_documents(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
-    if not 0 <= settings.chunk_overlap < settings.chunk_size:
-        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
+    check_chunking(settings.chunk_size, settings.chunk_overlap)
     embed_model = embedding(settings.embed)
     llm = KVCacheLLM(**settings.of_llm)
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
