@@ -8,6 +8,7 @@ is loaded by whoever opens something.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
@@ -83,6 +84,9 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
 def _size(value: Any) -> Any:
     return byte_count(value) if isinstance(value, str) else value
 
+
+DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
+"""In what a command loads a model; Python takes any dtype of torch."""
 
 _PATH: Final = BeforeValidator(_path)
 _SIZE: Final = BeforeValidator(_size)
@@ -333,6 +337,33 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
     revision: str | None = None
     """Commit, branch or tag of a model on the hub; without it its default."""
 
+    def check(self) -> None:
+        """Say before torch is loaded what of it will be refused.
+
+        Raises:
+            InvalidInputError: If a model, a file or an adapter is not there, or a device or dtype
+                is none.
+        """
+        from kvcache_rag.models.adapters import NO_ADAPTER, adapter_folder
+        from kvcache_rag.models.names import check_there
+        from kvcache_rag.verdict import Verdict
+
+        options = {**self.model_kwargs, **({"revision": self.revision} if self.revision else {})}
+        check_there(self.model, options=options)
+        if self.tokenizer is not None:
+            check_there(self.tokenizer, "tokenizer", self.tokenizer_kwargs)
+        if self.auxiliary is not None:
+            check_there(self.auxiliary)
+        if self.adapter is not None and self.adapter != NO_ADAPTER:
+            adapter_folder(self.adapter)
+        if self.gate is not None:
+            Verdict.load(self.gate)
+        if self.device is not None:
+            check_device(self.device)
+        if self.dtype not in DTYPES:
+            names = ", ".join(DTYPES)
+            raise InvalidInputError(f"there is no dtype {self.dtype!r} to load in; say {names}")
+
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written for a model that brings `brought`."""
         template = self.template or brought or PromptTemplate()
@@ -493,6 +524,20 @@ class LocalSettings(EngineSettings, StoreSettings):
         if self.backend == "llama.cpp":
             place = "cpu"
         return found if found.is_attended and place == "cpu" else None
+
+
+# What torch may know as one: further libraries bring some.
+_DEVICE: Final = re.compile(r"(cpu|cuda|mps|(?!cpu|cuda|mps|gpu)[a-z_]+)(:[0-9]+)?")
+
+
+def check_device(name: str) -> None:
+    """Refuse, before torch is loaded, what is not even of the form of a device.
+
+    Raises:
+        InvalidInputError: As torch's own refusal is told.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1")
 
 
 def is_url(place: str) -> bool:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
-from kvcache_rag.models.pretrained import TINY
+from kvcache_rag.models.names import TINY
 from kvcache_rag.stitching.stitch import SpanKind
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.completions import chat_work

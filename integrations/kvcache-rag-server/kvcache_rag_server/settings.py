@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.settings import Bytes, FilePath, LocalSettings, PathText, Settings
+from kvcache_rag.settings import Bytes, FilePath, LocalSettings, PathText, Settings, check_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +111,8 @@ class ServerSettings(LocalSettings, RequestLimits):
         self._check_backend()
         if self.policy:
             policy_by_name(self.policy)
+        if self.prefetch not in ("off", "same"):
+            check_device(self.prefetch)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
             raise InvalidInputError(
                 f"{self.host} can be reached from other machines and there are no API keys; give "

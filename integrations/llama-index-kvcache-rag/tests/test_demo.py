@@ -11,7 +11,7 @@ import pytest
 from small import make_model, make_tokenizer
 
 from kvcache_rag import cli
-from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.models.names import PACKAGED
 from llama_index.kvcache_rag import HashEmbedding
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles

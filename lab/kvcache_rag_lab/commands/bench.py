@@ -29,6 +29,7 @@ from kvcache_rag.commands.options import (
     nbytes,
     new_file,
     old_file,
+    ready,
     whole,
 )
 from kvcache_rag.errors import InvalidInputError
@@ -121,18 +122,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; what was measured when it is interrupted is written, too."""
+    from kvcache_rag.settings import EngineSettings
+
+    _check(arguments)
+    questions = read_queries(arguments.queries) if arguments.queries else []
+    settings = EngineSettings.of(arguments)
+    ready(settings)
     import torch
 
     from kvcache_rag.policies.named import given_policy
     from kvcache_rag_lab.evaluation.cost.speed import SpeedBench, SpeedPlan
 
-    _check(arguments)
     policy = given_policy(arguments.policy)
-    questions = read_queries(arguments.queries) if arguments.queries else []
     texts = _texts(arguments.corpus) if arguments.corpus else None
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    engine = _open(arguments)
+    engine = settings.open_engine(namespace=NAMESPACE)
     plan = SpeedPlan.of(
         engine,
         arguments.contexts or (),
@@ -156,8 +161,6 @@ def run(arguments: argparse.Namespace) -> int:
             report["speed"] = bench.report()
             if arguments.report:
                 _write(arguments.report, report)
-                if not report["complete"]:
-                    print(f"stopped: {arguments.report} has what was measured", file=sys.stderr)
     if arguments.plot:
         from kvcache_rag_lab.evaluation.cost.plot import draw
 
@@ -166,22 +169,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    if arguments.report:
+        return f"{arguments.report} has what was measured until then"
+    return "nothing of it is kept; --report FILE has what was measured until then"
+
+
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before anything is read."""
     check_chunking(arguments.chunk_size or PIECE, arguments.chunk_overlap)
     if arguments.queries is not None and arguments.corpus is None:
         raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
+    if arguments.corpus is not None and not arguments.corpus.exists():
+        raise InvalidInputError(
+            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
+        )
     if arguments.plot is not None:
         from kvcache_rag_lab.evaluation.report import check_plot
 
         check_plot(arguments.plot)
-
-
-def _open(arguments: argparse.Namespace) -> Engine:
-    from kvcache_rag.settings import EngineSettings
-
-    return EngineSettings.of(arguments).open_engine(namespace=NAMESPACE)
 
 
 def _stores(

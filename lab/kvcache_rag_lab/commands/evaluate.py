@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache_rag.commands.options import add_options, add_report, new_file, policy_name, whole
-from kvcache_rag.progress import markdown
+from kvcache_rag.progress import markdown, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prompt.tokens import TextEncoder
     from kvcache_rag_lab.evaluation.tasks import TokenCounter
     from kvcache_rag_lab.scoring.ask import Cell, Records
     from kvcache_rag_lab.scoring.question import Task
@@ -139,18 +141,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print tables with 95 % intervals, and write what was asked for."""
-    from kvcache_rag.models.pretrained import check_model
-    from kvcache_rag_lab.evaluation.runner import evaluate
+    from kvcache_rag.settings import EngineSettings
 
     _check(arguments)
     policies = _policies(arguments)
+    settings = [EngineSettings.of(arguments, model=model) for model in arguments.models]
+    for one in settings:
+        one.check()
     tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
     metrics = _metrics(arguments.metric, tasks)
+    tell(f"loading {', '.join(arguments.models)}")
+    from kvcache_rag.models.pretrained import check_model
+    from kvcache_rag_lab.evaluation.runner import evaluate
+
     cells = _cells(arguments, policies)
-    for model in arguments.models:
-        check_model(
-            model, arguments.backend or "transformers"
-        )  # before a bar promises thousands of answers
+    for one in settings:  # before a bar promises thousands of answers
+        check_model(one.model, one.backend)
     records = evaluate(
         tasks,
         cells,
@@ -166,6 +172,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _report(arguments, replace(records, metrics=metrics))
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    if arguments.out:
+        return (
+            f"{arguments.out} has the answers until then, and the same command goes on from there"
+        )
+    return "nothing of it is kept; with --out DIR the same command would go on from there"
 
 
 def _metrics(wanted: str | None, tasks: Sequence[Task]) -> dict[str, str]:
@@ -184,11 +199,12 @@ def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a model is loaded."""
     from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag_lab.evaluation.report import check_plot
 
     if arguments.data is not None and not arguments.data.is_dir():
         raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
     if arguments.plot is not None:
+        from kvcache_rag_lab.evaluation.report import check_plot
+
         check_plot(arguments.plot)
         if not arguments.timed:
             raise InvalidInputError("--plot shows times, and --timed 0 takes none; leave one out")
@@ -240,12 +256,17 @@ def _is_counted(name: str) -> bool:
 
 
 def _counter(model: str) -> TokenCounter:
-    """Tokens of a text by the tokenizer of a model."""
-    from kvcache_rag.models.pretrained import load_tokenizer, resolve
-    from kvcache_rag.prompt.tokens import TextEncoder
+    """Tokens of a text by the tokenizer of a model, which is loaded for the first one."""
 
-    tokenizer = load_tokenizer(resolve(model), {})
-    return lambda text: len(TextEncoder.of(tokenizer).encode_brought(text))
+    @cache
+    def encoder() -> TextEncoder:
+        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
+        from kvcache_rag.prompt.tokens import TextEncoder
+
+        return TextEncoder.of(load_tokenizer(resolve(model), {}))
+
+    return lambda text: len(encoder().encode_brought(text))
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options, number, old_file, whole
+from kvcache_rag.commands.options import add_model, add_options, number, old_file, ready, whole
 
 if TYPE_CHECKING:
     import argparse
@@ -155,9 +155,13 @@ def _add_count(
 
 def run(arguments: argparse.Namespace) -> int:
     """Fine-tune, and print what it did to the model."""
-    from kvcache_rag_lab.finetune import finetune
+    from kvcache_rag.settings import EngineSettings
 
     config = _config(arguments)
+    config.check_folders()
+    ready(EngineSettings.of(arguments, auxiliary=config.teacher))
+    from kvcache_rag_lab.finetune import finetune
+
     try:
         report = finetune(config, show_progress=not arguments.quiet)
     except KeyboardInterrupt:

@@ -19,10 +19,10 @@ from kvcache_rag.commands.options import (
     new_file,
     number,
     policy_name,
+    ready,
     whole,
 )
-from kvcache_rag.progress import plural, table
-from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
+from kvcache_rag.progress import plural, table, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.verdict import AuxiliaryAgreement, PolicyScore, Verdict
     from kvcache_rag_lab.evaluation.verification import Scoring, Verification
-    from kvcache_rag_lab.scoring.question import Question
+    from kvcache_rag_lab.scoring.question import Question, Task
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
@@ -134,8 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcache_rag.policies.named import name_of, policy_by_name
 
     _check(arguments)
-    planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)
+    _ready(arguments)
+    planned = _planned(arguments)  # before the model is loaded, which takes longer
     with _opened(arguments) as (engine, auxiliary):
         agreement, scorer = None, ""
         if not arguments.policies and not arguments.base_url and engine.is_recurrent:
@@ -175,6 +176,26 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInputError(f"--out would replace the questions {asked}; name another file")
 
 
+def _ready(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before anything is loaded, then say that it begins."""
+    from kvcache_rag.settings import LocalSettings
+    from kvcache_rag_lab.evaluation.datasets import read_own_questions
+
+    if arguments.task is not None:
+        _tasks(arguments)
+    else:
+        read_own_questions(arguments.data)
+    if arguments.base_url is None:
+        ready(LocalSettings.of(arguments))
+    else:
+        tell(f"asking {arguments.base_url}")
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"nothing of it is kept, {arguments.out} was not written"
+
+
 def _planned(arguments: argparse.Namespace) -> Verification:
     from kvcache_rag_lab.evaluation.verification import AGREEMENT, Verification
 
@@ -210,18 +231,23 @@ def _drawn(questions: list[Question], arguments: argparse.Namespace) -> list[Que
     return [questions[index] for index in sorted(chosen)]
 
 
-def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
-    from dataclasses import replace
-
+def _tasks(arguments: argparse.Namespace) -> dict[str, Task]:
+    """The task that was named, or of the reader each of its kinds."""
     from kvcache_rag_lab.evaluation.tasks import task_by_name
     from kvcache_rag_lab.reader import KINDS
 
     names = [arguments.task]
     if arguments.task == READER:
         names = [f"{READER}_{kind}" for kind in KINDS]
-    tasks = {name: task_by_name(name, data=arguments.data) for name in names}
+    return {name: task_by_name(name, data=arguments.data) for name in names}
+
+
+def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
+    from dataclasses import replace
+
+    tasks = _tasks(arguments)
     wanted = arguments.questions or QUESTIONS
-    each = -(-wanted // len(names))
+    each = -(-wanted // len(tasks))
     by_task = [
         [
             replace(question, id=f"{name}/{question.id}")
@@ -236,7 +262,7 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     def score(answer: str, question: Question) -> dict[str, float]:
         return tasks[question.id.partition("/")[0]].score(answer, question)
 
-    return questions, score, tasks[names[0]].metric
+    return questions, score, next(iter(tasks.values())).metric
 
 
 def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
@@ -436,6 +462,8 @@ def _stitches(verdict: Verdict) -> bool:
 
 def _enough(verdict: Verdict, share: str) -> str:
     """Which number of questions would do where full prefill scores too low."""
+    from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
+
     full, open_share = verdict.full, 1 - verdict.threshold
     if not open_share:
         return f"no number of questions proves {share} (ask less with --keep)"
@@ -482,6 +510,8 @@ def _undecided(verdict: Verdict, full: str, share: str) -> str:
 
 def _needed(verdict: Verdict, close: PolicyScore) -> str:
     """Which questions would prove what a policy seems to keep."""
+    from kvcache_rag_lab.scoring.statistics import trials_without_loss
+
     if close.needed > verdict.questions:
         return f"{_about(close.needed)} like these"
     without_loss = trials_without_loss((1 - verdict.threshold) * verdict.full.score)

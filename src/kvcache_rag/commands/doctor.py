@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag.commands.listing import size
 from kvcache_rag.commands.options import add_json
 from kvcache_rag.errors import expanded
-from kvcache_rag.progress import plain, plural, table
+from kvcache_rag.progress import plain, plural, table, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, try, print; 0 if all is well, 1 else."""
+    tell("looking at what is installed, then trying one answer")
     found = examined(arguments.kv_dir)
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, byte_count, expanded
+from kvcache_rag.progress import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pydantic import BaseModel
+
+    from kvcache_rag.settings import EngineSettings
 
 MODEL_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("backend", "adapter", "weight_format", "revision", "tokenizer", "device", "dtype"),
@@ -186,17 +189,24 @@ def check_chunking(size: int, overlap: int) -> None:
         )
 
 
+def ready(settings: EngineSettings) -> None:
+    """Refuse what can be refused before torch is loaded, then say that it begins."""
+    settings.check()
+    tell(f"loading {settings.model}")
+
+
 # ---------------------------------------------------------------------- values
-def whole(least: int = 1) -> Callable[[str], int]:
-    """What reads a whole number, and refuses one below `least`."""
+def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """What reads a whole number, and refuses one below `least` or above `most`."""
 
     def read(word: str) -> int:
         try:
             value = int(word)
         except ValueError:
             raise _refused(f"must be a whole number, not {word!r}") from None
-        if value < least:
-            raise _refused(f"must be at least {least}, not {value}")
+        if value < least or (most is not None and value > most):
+            bound = "" if most is None else f" and at most {most}"
+            raise _refused(f"must be at least {least}{bound}, not {value}")
         return value
 
     return read

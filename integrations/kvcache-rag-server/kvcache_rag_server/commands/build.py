@@ -26,7 +26,7 @@ from kvcache_rag.commands.options import (
     whole,
 )
 from kvcache_rag.errors import InvalidInputError, expanded
-from kvcache_rag.progress import plural
+from kvcache_rag.progress import plural, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -104,13 +104,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build; 0, or 1 if something of the corpus is not in the store."""
-    from kvcache_rag_server.corpus.run import Build
-
     _check(arguments)
     settings = _settings(arguments)
+    settings.check()
+    tell(f"reading the corpus, then loading {settings.model}")
+    from kvcache_rag_server.corpus.run import Build
+
     corpus = _corpus(arguments, settings)
     workers = _workers(arguments)
-    settings.check()
+    settings.check_store()
     build = Build(settings, corpus, workers, arguments.batch)
     try:
         build.run()
@@ -125,12 +127,13 @@ def run(arguments: argparse.Namespace) -> int:
     return WHOLE if build.is_whole else INCOMPLETE
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"chunks that are in {arguments.kv_dir} are kept, the same command goes on from there"
+
+
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
-    from kvcache_rag_server.corpus.processes import check_workers
-
-    if arguments.workers is not None:
-        check_workers(arguments.workers)
     check_chunking(arguments.chunk_size, arguments.chunk_overlap)
     if arguments.engine == "threads" and (arguments.workers or 1) > 1:
         raise InvalidInputError(
@@ -140,6 +143,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("--ray-address and --gpus are for --engine ray")
     if (arguments.corpus is None) == (arguments.chroma is None):
         raise InvalidInputError("say what to build: CORPUS, or --chroma with --collection")
+    path = None if arguments.corpus is None else Path(arguments.corpus)
+    if path is not None and not (path.is_file() or path.is_dir()):
+        raise InvalidInputError(
+            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
+        )
     if (arguments.chroma is None) != (arguments.collection is None):
         raise InvalidInputError("--chroma and --collection belong together; say both")
 
@@ -173,10 +181,6 @@ def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
     path = Path(arguments.corpus).absolute()
     if path.is_dir():
         return TextFiles(str(path), settings, arguments.chunk_size, arguments.chunk_overlap)
-    if not path.is_file():
-        raise InvalidInputError(
-            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
-        )
     return JsonLines(str(path))
 
 

@@ -38,7 +38,8 @@ class TextFiles:
 
     def items(self) -> Iterator[Item]:
         """The pieces, file by file; a file that cannot be read is an item with a problem."""
-        from kvcache_rag.models.pretrained import load_tokenizer, resolve
+        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
 
         found = read_folder(self.folder)
         for one in found.left_out:

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import add_options, ready
 from kvcache_rag_server.commands import serve
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if serve.no_model(settings, "playground tiny"):
         return serve.REFUSED
     serve.log_to_stderr("warning")
+    ready(settings)
     from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
@@ -43,7 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
             threading.Thread(target=_visit, args=(page,), daemon=True).start()
 
     startup.run(settings, announce)
+    serve.say_end(settings)
     return 0
+
+
+kept = serve.kept
 
 
 def _visit(page: str) -> None:

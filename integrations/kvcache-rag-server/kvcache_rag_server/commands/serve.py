@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options
+from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options, ready
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -69,13 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(settings, "serve tiny --kv-dir kv"):
         return REFUSED
     log_to_stderr(arguments.log_level)
+    ready(settings)
     from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
 
     startup.run(settings, announce)
+    say_end(settings)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves before anything is served."""
+    return "nothing was served yet"
+
+
+def say_end(settings: ServerSettings) -> None:
+    """Say that the server ended as it was told to, and what is left of it."""
+    left = f"chunks in {settings.kv_dir} are kept" if settings.kv_dir else "chunks were in memory"
+    print(f"kvcache-rag: stopped; {left}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- arguments

@@ -71,8 +71,8 @@ class BuildSettings(LocalSettings):
             raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
         return engine
 
-    def check(self) -> None:
-        """Find out before any model is loaded what can be known by then.
+    def check_store(self) -> None:
+        """Find out before any model is loaded whether chunks can be kept.
 
         Raises:
             InvalidInputError: If the store cannot be written.

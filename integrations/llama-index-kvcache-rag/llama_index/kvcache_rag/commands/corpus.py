@@ -19,6 +19,7 @@ from kvcache_rag.commands.options import (
     add_options,
     add_policy,
     add_top_k,
+    ready,
 )
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import lasting_adapter, read_folder
@@ -240,12 +241,12 @@ class Opened:
         Raises:
             InvalidInputError: If they cannot be used, or nothing was ingested.
         """
+        settings = _ingested(arguments)
         from llama_index.core import VectorStoreIndex
 
         from kvcache_rag import FullRecompute
         from llama_index.kvcache_rag import KVCacheLLM
 
-        settings = _ingested(arguments)
         llm = KVCacheLLM(
             **settings.of_llm,
             policy=FullRecompute() if arguments.full else arguments.policy,
@@ -263,6 +264,16 @@ class Opened:
         )
 
 
+def begin(settings: Settings) -> None:
+    """Refuse what can be refused before anything is loaded, then say that it begins."""
+    from kvcache_rag.models.names import check_there
+    from kvcache_rag.settings import EngineSettings
+
+    if settings.embed not in ("minilm", "hash"):
+        check_there(settings.embed, "embedding")
+    ready(EngineSettings(model=settings.model, adapter=settings.adapter))
+
+
 def _ingested(arguments: argparse.Namespace) -> Settings:
     found = Settings.find(arguments.chroma, arguments.collection)
     names = (*_OF_MODELS, "kv_dir", "chroma", "embed", "collection")
@@ -274,6 +285,7 @@ def _ingested(arguments: argparse.Namespace) -> Settings:
         )
     if found is not None:
         found.check_embedding(settings.embed)
+    begin(settings)
     _check_collection(settings)
     return settings
 

@@ -20,6 +20,7 @@ from kvcache_rag.commands.options import (
     add_threads,
     add_top_k,
     number,
+    ready,
     whole,
 )
 from kvcache_rag.errors import expanded
@@ -72,7 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ingest, ask, compare; 1, and one sentence, if the outcome is not good enough."""
+    from kvcache_rag.settings import EngineSettings
+
     _check(arguments)
+    ready(EngineSettings.of(arguments))
     if arguments.threads is not None:
         import torch
 
@@ -95,6 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
     if failure:
         print(f"kvcache-rag demo: {failure}", file=sys.stderr)
     return 1 if failure else 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"what was stored is kept in {arguments.dir}, to be used again"
 
 
 def _check(arguments: argparse.Namespace) -> None:

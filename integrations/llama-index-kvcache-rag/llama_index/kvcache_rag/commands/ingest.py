@@ -19,6 +19,7 @@ from llama_index.kvcache_rag.commands.corpus import (
     TINY,
     Settings,
     add_place,
+    begin,
     embedding,
     open_store,
     read_documents,
@@ -61,17 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Bring collection and KV in step with the folder; 0 when they are."""
     from kvcache_rag import InvalidInputError
-    from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
     settings, before = _settings(arguments)
     is_same = before is not None and (not before.folder or before.is_of(arguments.folder))
     if before is not None and not arguments.replace:
         before.check_folder(arguments.folder)
+    check_chunking(settings.chunk_size, settings.chunk_overlap)
+    begin(settings)
+    from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
+
     # A folder that was ingested may have lost all its files.
     documents, left_out = read_documents(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
-    check_chunking(settings.chunk_size, settings.chunk_overlap)
     embed_model = embedding(settings.embed)
     llm = KVCacheLLM(**settings.of_llm)
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
@@ -95,6 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.model == TINY:
         print(_TINY_NOTE, file=sys.stderr)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return "chunks that were prefilled are kept, and the same command goes on from there"
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]:
