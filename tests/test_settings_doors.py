@@ -242,7 +242,7 @@ def test_a_path_may_begin_with_the_home_folder(
             Engine.from_pretrained(name)
 
     assert main(["ingest", "~/texts", "--embed=hash", "--chroma=~/chroma", "--kv-dir=~/kv"]) == 0
-    assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--json=~/built.json"]) == 0
+    assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--report=~/built.json"]) == 0
     assert main(["store", "ls", "~/kv"]) == 0
     assert main(["doctor", "--kv-dir=~/kv"]) == 0
     assert main(["serve", "--api-keys=~/keys", "--new-key=a"]) == 0

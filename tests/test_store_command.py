@@ -195,7 +195,7 @@ def test_gc_reaches_the_remote_tier(tmp_path: Path) -> None:
 
     gone, *kept = (key.digest for key in engine.keys(TEXTS))
     forget(prefiller, "0")
-    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0"]
+    words = ["gc", "--collection", "docs", "--remote", url, "--min-age", "0"]
     assert place.run(*words) == 0
     assert gone in remote()
     assert place.run(*words, "--yes") == 0
@@ -219,7 +219,7 @@ def test_gc_says_that_the_remote_failed(
     (tmp_path / "file").write_text("not a folder")
     forget(place.docs, "0")
     url = (tmp_path / "file").as_uri()
-    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0", "--yes"]
+    words = ["gc", "--collection", "docs", "--remote", url, "--min-age", "0", "--yes"]
     assert place.run(*words) == 2
     assert "the remote tier failed (" in capsys.readouterr().err
 
@@ -254,10 +254,10 @@ def test_gc_removes_old_leftovers(place: Place) -> None:
     [
         (["gc"], "say whose chunks stay"),
         (["gc", "--collection", "docs"], "say where the collections are"),
-        (["gc", "--collection", "x", "--grace", "-1"], "--grace must be at least 0"),
-        (["gc", "--collection", "x", "--grace", "nan"], "--grace must be at least 0"),
-        (["gc", "--collection", "x", "--persist-dir", "."], "there is no Chroma database"),
-        (["gc", "--collection", "x", "--persist-dir", ".", "--host", "h"], "say where"),
+        (["gc", "--collection", "x", "--min-age", "-1"], "--min-age must be at least 0"),
+        (["gc", "--collection", "x", "--min-age", "nan"], "--min-age must be at least 0"),
+        (["gc", "--collection", "x", "--chroma", "."], "there is no Chroma database"),
+        (["gc", "--collection", "x", "--chroma", "ftp://h"], "is no server's; say it as http://l"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(
@@ -302,7 +302,7 @@ def test_without_chromadb_the_line_to_install_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "chromadb", None)
-    words = ["--collection", "docs", "--host", "localhost"]
+    words = ["--collection", "docs", "--chroma", "http://localhost:8000"]
     assert cli.main(["store", "gc", str(tmp_path), *words]) == 2
     assert "pip install 'kvcache-rag[chroma]'" in refused(capsys)
 

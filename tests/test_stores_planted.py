@@ -236,7 +236,7 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "verify": command("verify"),
     "verify --delete": command("verify", "--delete"),
     "fix-permissions": command("fix-permissions"),
-    "gc": command("gc", "--collection", "x", "--grace", "0", "--yes"),
+    "gc": command("gc", "--collection", "x", "--min-age", "0", "--yes"),
 }
 
 

@@ -253,4 +253,5 @@ def first_problem(problems: Iterable[Mapping[str, Any]]) -> InvalidInputError:
     if isinstance(cause, InvalidInputError):
         return cause
     where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    said = said.replace("Input should be", "must be")
     return InvalidInputError(f"{where} cannot be used: {said}")

@@ -78,7 +78,7 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         --prefetch cpu --prefetch-after 0 --max-batch 4 --max-waiting 9
         --kv-codec int8
         --max-documents 5 --max-concurrency 6 --max-total-concurrency 7
-        --allowed-hosts a --allowed-hosts b --memory-bytes 1 --served-name m
+        --allowed-hosts a --allowed-hosts b --memory-bytes 1kB --served-name m
         --template {folder} --revision v2 --max-body-seconds 8
     """
     given = settings_of(*words.format(folder=tmp_path).split())
@@ -93,7 +93,7 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         max_waiting=9,
         kv_codec="int8",
         allowed_hosts=("a", "b"),
-        memory_bytes=1,
+        memory_bytes=1000,
         served_name="m",
         template=PromptTemplate(),
         revision="v2",
@@ -103,7 +103,6 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         max_total_concurrency=7,
     )
     assert given.name == "m"
-    assert settings_of("--model", "other").model == "other"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
     [
         ("--host 0.0.0.0", "--api-keys FILE"),
         ("--host example.org", "--allow-anonymous"),
-        ("--port 70000", "port cannot be used: Input should be less"),
+        ("--port 70000", "port cannot be used: must be less"),
         ("--policy cacheblnd", "did you mean cacheblend"),
         ("--max-batch 0", "max_batch"),
         ("--max-documents 0", "documents"),
