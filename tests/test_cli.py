@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -123,6 +125,7 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
         (["eval", "--models", "tiny"], "there is no option --models; say MODEL without it ("),
         (["demo", "--model", "tiny"], "there is no option --model; say MODEL without it ("),
         (["build", "tiny", "c", "--json", "f"], "no option --json; it is --report now ("),
+        (["store", "ls", "--kv-dir", "kv"], "no option --kv-dir; say KV_DIR without it ("),
         (["ask", "q", "--url", "u"], "kvcache-rag ask: error: there is no option --url ("),
         (
             ["serve", "--log-level", "warn"],
@@ -259,6 +262,12 @@ def test_an_error_is_one_line(
 
 
 @pytest.mark.usefixtures("commands")
+def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "raise KeyboardInterrupt()"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "kvcache-rag: stopped\n"
+
+
+@pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -282,6 +291,55 @@ def test_the_installed_script_answers_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "models" in done.stderr
+
+
+HANGING = """
+import hashlib, sys, threading, time, types
+from importlib.metadata import EntryPoint, EntryPoints
+from kvcache_rag import cli
+
+def run(arguments):
+    print("begun", flush=True)
+    {hangs}
+    return 0
+
+module = types.ModuleType("hang")
+module.HELP, module.add_arguments, module.run = "", lambda parser: None, run
+module.kept = lambda arguments: "all of it is kept"
+sys.modules["hang"] = module
+cli.entry_points = lambda group: EntryPoints([EntryPoint("hang", "hang", group)])
+sys.argv = ["kvcache-rag", "hang"]
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "hangs",
+    [
+        "time.sleep(60)",
+        'hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # as an operation of torch',
+        "threading.Thread(target=time.sleep, args=(60,)).start()  # waited for at the exit",
+    ],
+)
+def test_ctrl_c_ends_a_command_wherever_it_is_and_says_what_is_kept(hangs: str) -> None:
+    code = HANGING.format(hangs=hangs)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        process.stdout.readline()
+        begun = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        took = time.perf_counter() - begun
+    assert process.returncode == cli.INTERRUPTED
+    assert said == "kvcache-rag: stopped; all of it is kept\n"
+    assert took < 5, "a second on a machine that is not busy"
+
+
+def test_a_command_that_is_called_leaves_the_signals_of_its_caller_alone() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before[1])
+    cli.main([])
+    assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(before[1])) == before
 
 
 def test_output_cut_short_by_its_reader_is_no_error() -> None:

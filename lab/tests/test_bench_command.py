@@ -240,7 +240,10 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
         (["--top-k", "0"], "--top-k must be at least 1"),
         (["--budgets", "1"], "--budgets must be at least 1kB, not 1; say 1GB"),
         (["--budgets", "1XB"], "--budgets must be a number of bytes such as 10GB, not '1XB'"),
-        (["--chunk-overlap", "256"], "--chunk-overlap must be less than --chunk-size, and 256 is not less"),
+        (
+            ["--chunk-overlap", "256"],
+            "--chunk-overlap must be less than --chunk-size",
+        ),
         (["--queries", "queries.jsonl"], "name --corpus, too"),
         (["--corpus", "absent"], "there is no corpus absent"),
         (["--corpus", "empty.jsonl"], "there is no text in empty.jsonl"),

@@ -70,6 +70,7 @@ FORMER: Final = {
     **dict.fromkeys(("--persist-dir", "--host"), "--chroma"),
     "--grace": "--min-age",
     "--json": "--report",
+    "--kv-dir": "KV_DIR",
     "verify": "check",
 }
 

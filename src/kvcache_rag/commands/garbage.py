@@ -48,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what would go, or drop it; 0."""
-    from kvcache_rag.stores import DiskStore, RemoteStore
-
     if not arguments.collection:
         raise InvalidInputError("say whose chunks stay: --collection, once for each collection")
     if arguments.chroma is None:
@@ -58,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     collections = open_collections(open_client(arguments.chroma), arguments.collection)
     used = {key for collection in collections for key in referenced(collection)}
     print(f"{plural(len(used), 'chunk')} in use")
+    from kvcache_rag.stores import DiskStore, RemoteStore
+
     disk = DiskStore(arguments.folder, namespace=arguments.namespace)
     stores: list[ChunkStore] = [disk]
     if arguments.remote is not None:

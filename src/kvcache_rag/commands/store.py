@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
     )
     for action in (ls, du, check, gc, restrict):
-        action.add_argument("folder", type=expanded, metavar="DIR", help="folder of the store")
+        action.add_argument("folder", type=expanded, metavar="KV_DIR", help="folder of the chunks")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
         )
