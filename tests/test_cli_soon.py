@@ -46,6 +46,7 @@ WRONG = (
     ("models check tiny --dtype bfloat17", "there is no dtype 'bfloat17' to load in"),
     ("models check tiny --adapter bloc", "there is no adapter 'bloc'"),
     ("playground tiny --port 70000", "port cannot be used: must be less than or equal to 65535"),
+    ("serve tiny --api-keys none", "the file of API keys none cannot be read"),
     ("serve tiny --backend vllm", "--backend vllm needs its servers"),
     ("serve tiny --device gpu", "'gpu' is no device; say cpu, cuda or cuda:1"),
     ("serve tiny --gate none", "the verdict none cannot be read"),

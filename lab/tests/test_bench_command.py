@@ -201,7 +201,7 @@ def test_an_interrupt_keeps_the_rounds_that_were_over(
         (96, 1),
     ]
     errors = capsys.readouterr().err
-    assert f"stopped: {file} has what was measured" in errors
+    assert f"stopped; {file} has what was measured until then" in errors
     assert errors.splitlines()[-1].endswith("interrupted")
 
 

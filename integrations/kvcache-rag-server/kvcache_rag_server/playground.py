@@ -23,7 +23,8 @@ from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.completions import chat_work
 from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
 from kvcache_rag_server.requests import ChatRequest, Text
 from kvcache_rag_server.responses import ANSWERING, error_responses
 

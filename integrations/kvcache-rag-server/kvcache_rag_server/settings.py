@@ -141,6 +141,13 @@ class ServerSettings(LocalSettings, RequestLimits):
                 "tell it to the servers of vLLM"
             )
 
+    def check(self) -> None:
+        from kvcache_rag_server.keys import ApiKeys
+
+        super().check()
+        if self.api_keys is not None and not self.api_keys.is_file():
+            ApiKeys.load(self.api_keys)  # which says so
+
     @property
     def name(self) -> str:
         """Name of the model in requests and answers."""

@@ -194,7 +194,10 @@ def test_an_interrupted_build_says_how_far_it_came(
     summary = tmp_path / "o.json"
     words = ["build", model, corpus, "--kv-dir", str(tmp_path / "kv"), "--batch", "1"]
     assert cli.main([*words, "--report", str(summary)]) == 130
-    assert "stopped: 3 prefilled, 0 already there; run it again" in capsys.readouterr().err
+    *_, counts, farewell = capsys.readouterr().err.splitlines()
+    assert counts == "until then: 3 prefilled, 0 already there"
+    kept = f"chunks that are in {tmp_path / 'kv'} are kept, the same command goes on from there"
+    assert farewell == f"kvcache-rag: stopped; {kept}"
     found = json.loads(summary.read_text())
     assert (found["is_complete"], found["prefilled"]) == (False, 3)
 

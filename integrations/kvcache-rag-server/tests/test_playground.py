@@ -356,8 +356,8 @@ def test_no_browser_is_opened_where_none_is_wanted(
         raise AssertionError("a thread was started")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert cli.main(["playground", "folder", "--no-browser"]) == 0
-    assert served[0].model == "folder"
+    assert cli.main(["playground", "tiny", "--no-browser"]) == 0
+    assert served[0].model == "tiny"
 
 
 @pytest.mark.parametrize(

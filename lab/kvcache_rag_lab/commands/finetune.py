@@ -162,14 +162,15 @@ def run(arguments: argparse.Namespace) -> int:
     ready(EngineSettings.of(arguments, auxiliary=config.teacher))
     from kvcache_rag_lab.finetune import finetune
 
-    try:
-        report = finetune(config, show_progress=not arguments.quiet)
-    except KeyboardInterrupt:
-        if config.work_folder.is_dir():
-            print(f"stopped; saved in {config.work_folder}: the same command goes on from there")
-        raise
+    report = finetune(config, show_progress=not arguments.quiet)
     _print(report, config.out)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves; a step that has begun is finished and saved."""
+    work = arguments.work or f"{arguments.out}.work"
+    return f"what was trained until then is kept in {work}, the same command goes on from there"
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:

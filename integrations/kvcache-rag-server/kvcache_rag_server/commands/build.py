@@ -116,9 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     build = Build(settings, corpus, workers, arguments.batch)
     try:
         build.run()
-    except BaseException:
+    except BaseException as error:
         if build.tally.done:
-            print(f"stopped: {_counts(build)}; run it again to go on", file=sys.stderr)
+            again = "" if isinstance(error, KeyboardInterrupt) else "; run it again to go on"
+            print(f"until then: {_counts(build)}{again}", file=sys.stderr)
         raise
     finally:
         if arguments.report:
