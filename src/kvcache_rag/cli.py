@@ -130,7 +130,7 @@ class ArgumentParser(argparse.ArgumentParser):
     @staticmethod
     def _hint(name: str, known: Collection[str]) -> str:
         """What something that is not known is called now, or was probably meant to be."""
-        now = FORMER.get(name)
+        now = FORMER.get(name, "")
         if now in known:
             return f"; it is {now} now" if now.islower() else f"; say {now} without it"
         close = close_to(name, known)

@@ -47,7 +47,8 @@ def open_client(place: str) -> Any:
     if url is None:
         return chromadb.PersistentClient(path=os.path.abspath(place))
     try:
-        return chromadb.HttpClient(url.hostname, url.port, ssl=url.scheme == "https")
+        host, port = str(url.hostname), url.port or 0  # which `_server` has put there
+        return chromadb.HttpClient(host, port, ssl=url.scheme == "https")
     except Exception as error:  # whatever the client raises for a server that is not there
         raise InvalidInputError(f"there is no Chroma server at {place}; start it") from error
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag.errors import InvalidInputError, check_name, close_to, expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 SUFFIX: Final = ".gguf"
 
@@ -111,11 +111,15 @@ def resolve(name: str | os.PathLike[str], kind: str = "model") -> str:
             package's model that is not installed.
     """
     known = PACKAGED.get(str(name))
-    return _resolved(name, kind) if known is None else str(known.path(str(name)))
+    names = (TINY, *PACKAGED)
+    return _resolved(name, kind, names) if known is None else str(known.path(str(name)))
 
 
 def check_there(
-    name: str | os.PathLike[str], kind: str = "model", options: Mapping[str, Any] | None = None
+    name: str | os.PathLike[str],
+    kind: str = "model",
+    options: Mapping[str, Any] | None = None,
+    names: Collection[str] = (TINY, *PACKAGED),
 ) -> None:
     """Say before torch is loaded that a model is not there.
 
@@ -123,6 +127,7 @@ def check_there(
         name: As for `resolve`.
         kind: As for `resolve`.
         options: Of `from_pretrained`, as far as they say where it lies on the hub.
+        names: Short ones that there are, for messages.
 
     Raises:
         InvalidInputError: As for `resolve`, or if it is the hub's, and neither on this machine nor
@@ -132,10 +137,10 @@ def check_there(
     if known is not None:
         known.place(str(name))
         return
-    reached(_resolved(name, kind), options or {}, kind)
+    reached(_resolved(name, kind, names), options or {}, kind)
 
 
-def _resolved(name: str | os.PathLike[str], kind: str) -> str:
+def _resolved(name: str | os.PathLike[str], kind: str, names: Collection[str]) -> str:
     is_path = isinstance(name, os.PathLike)
     name = check_name(f"name of a {kind}", os.fspath(name) if is_path else name)
     if name == TINY:
@@ -149,12 +154,11 @@ def _resolved(name: str | os.PathLike[str], kind: str) -> str:
     if looks_like_path and not path.is_dir():
         raise InvalidInputError(f"there is no {kind} folder {name}; check the path")
     if "/" not in name and not path.is_dir():
-        raise _unknown(name, kind)
+        raise _unknown(name, kind, names)
     return str(path) if looks_like_path else name
 
 
-def _unknown(name: str, kind: str) -> InvalidInputError:
-    names = [TINY, *PACKAGED]
+def _unknown(name: str, kind: str, names: Collection[str]) -> InvalidInputError:
     if close := close_to(name, names):
         return InvalidInputError(f"there is no {kind} {name!r}; did you mean {close!r}?")
     return InvalidInputError(

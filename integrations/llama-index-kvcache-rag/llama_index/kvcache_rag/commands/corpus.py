@@ -269,8 +269,9 @@ def begin(settings: Settings) -> None:
     from kvcache_rag.models.names import check_there
     from kvcache_rag.settings import EngineSettings
 
-    if settings.embed not in ("minilm", "hash"):
-        check_there(settings.embed, "embedding")
+    names = ("minilm", "hash")
+    if settings.embed not in names:
+        check_there(settings.embed, "embedding", names=names)
     ready(EngineSettings(model=settings.model, adapter=settings.adapter))
 
 
