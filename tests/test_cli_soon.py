@@ -112,6 +112,18 @@ def test_what_cannot_be_used_is_one_line_before_anything_is_loaded(
     assert says in only
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(tmp_path: Path) -> None:
+    nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-X", "importtime", "-m", "kvcache_rag", "demo", "org/none"]
+    done = subprocess.run(
+        command, env={**environment(), **nowhere}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    *imported, line = done.stderr.splitlines()
+    assert line.endswith("it is not on this machine, and http://127.0.0.1:9 cannot be reached")
+    assert not any(one.endswith(("| torch", "loading org/none ...")) for one in imported)
+
+
 @pytest.mark.parametrize("line", ["models check tiny", "doctor --json"])
 def test_what_takes_a_while_is_told_before_torch_is_imported(line: str, tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "kvcache_rag", *line.split()]

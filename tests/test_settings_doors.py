@@ -187,6 +187,33 @@ def test_a_wrong_value_is_one_sentence_whichever_way_it_is_said(
     assert "\n" not in "".join(said)
 
 
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        ("10GB", 10**10),
+        ("1.5 GiB", 3 << 29),
+        ("500mb", 5 * 10**8),
+        ("8MiB", 8 << 20),
+        ("4k", 4000),
+        ("4096", 4096),
+        ("7 bytes", 7),
+        ("0.1kB", 100),
+    ],
+)
+def test_bytes_are_said_as_people_say_them(said: str, count: int, tmp_path: Path) -> None:
+    assert StoreSettings(kv_max_bytes=said).kv_max_bytes == count
+    assert ServerSettings(memory_bytes=said, max_document_bytes=said).memory_bytes == count
+    file = tmp_path / "server.yaml"
+    file.write_text(f"kv_max_bytes: {said}\n")
+    assert ServerSettings.of(None, file).kv_max_bytes == count
+
+
+@pytest.mark.parametrize("said", ["ten", "10XB", "GB", "-1GB", "1iB", "1e9", "0", "0.1"])
+def test_what_is_no_number_of_bytes_is_refused(said: str) -> None:
+    with pytest.raises(InvalidInputError, match="^kv_max_bytes cannot be used: must be "):
+        StoreSettings(kv_max_bytes=said)
+
+
 @pytest.mark.parametrize("name", ["port", "max_batch", "context_window", "kv_ttl", "grace"])
 def test_a_truth_is_no_number(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=f"^{name} cannot be used: must not be True$"):
