@@ -210,7 +210,7 @@ def test_bytes_are_said_as_people_say_them(said: str, count: int, tmp_path: Path
 
 @pytest.mark.parametrize("said", ["ten", "10XB", "GB", "-1GB", "1iB", "1e9", "0", "0.1"])
 def test_what_is_no_number_of_bytes_is_refused(said: str) -> None:
-    with pytest.raises(InvalidInputError, match="^kv_max_bytes cannot be used: must be "):
+    with pytest.raises(InvalidInputError, match=r"^kv_max_bytes cannot be used: must be "):
         StoreSettings(kv_max_bytes=said)
 
 
