@@ -90,7 +90,7 @@ def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     os.rename(first.path, first.path + ".away")
     with open(first.path, "wb") as file:
         file.write(b"damaged")
-    assert place.run("verify", "--delete") == 1
+    assert place.run("check", "--delete") == 1
     (place.kv / os.path.dirname(first.path) / ".tmp-torso").write_bytes(b"12345")
     capsys.readouterr()
     assert place.run("du", "--json") == 0
@@ -104,14 +104,14 @@ def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].endswith("total")
 
 
-# ---------------------------------------------------------------------- verify
-def test_verify_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert place.run("verify") == 0
+# ---------------------------------------------------------------------- check
+def test_check_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("check") == 0
     assert "4 files" in (out := capsys.readouterr().out)
     assert out.endswith("all whole\n")
 
 
-def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
+def test_check_names_damaged_files_and_puts_them_aside_if_asked(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digest = place.engine.keys(TEXTS)[0].digest
@@ -121,14 +121,14 @@ def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
-    assert place.run("verify") == 1
+    assert place.run("check") == 1
     out = capsys.readouterr().out
     assert f"{path}: the checksum is wrong" in out
     assert out.endswith("1 damaged\n")
     assert os.path.exists(path)
-    assert place.run("verify", "--delete") == 1
+    assert place.run("check", "--delete") == 1
     assert not os.path.exists(path)
-    assert place.run("verify") == 0
+    assert place.run("check") == 0
     (quarantined,) = next(namespaces(place.kv)).quarantined()
     assert quarantined.path.endswith(digest)
     assert place.engine.generate("alpha?", TEXTS, max_new_tokens=1).metrics.misses == 1
@@ -268,7 +268,7 @@ def test_a_users_mistake_is_one_sentence(
     assert says in refused(capsys)
 
 
-@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc"])
+@pytest.mark.parametrize("action", ["ls", "du", "check", "gc"])
 def test_a_folder_that_is_not_there_is_not_made(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_folder_that_is_not_there_is_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc", "fix-permissions"])
+@pytest.mark.parametrize("action", ["ls", "du", "check", "gc", "fix-permissions"])
 def test_a_folder_that_is_no_store_is_left_alone(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_folder_that_is_no_store_is_left_alone(
     assert "is no folder of a store, nothing in it is a DiskStore's; name the" in refused(capsys)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     (tmp_path / "empty").mkdir()
-    assert cli.main(["store", "verify", str(tmp_path / "empty")]) == 0, "of a store that is new"
+    assert cli.main(["store", "check", str(tmp_path / "empty")]) == 0, "of a store that is new"
 
 
 def test_an_unknown_collection_is_not_made(
@@ -335,7 +335,7 @@ def test_what_a_listing_shows_of_files_and_rows_moves_no_terminal(
     ):
         for manifest in place.kv.rglob("spec.json"):
             manifest.write_text(json.dumps(values))
-        for action in (["ls"], ["ls", "--chunks"], ["ls", "--json"], ["du"], ["verify"]):
+        for action in (["ls"], ["ls", "--chunks"], ["ls", "--json"], ["du"], ["check"]):
             assert cli.main(["store", *action, str(place.kv)]) == 0
             shown = capsys.readouterr().out
             assert shown.replace("\n", "").isprintable(), action
