@@ -231,11 +231,11 @@ def test_a_collection_can_be_on_a_server(
     with chroma_server(tmp_path / "served") as (host, port):
         client = chromadb.HttpClient(host, port)
         client.create_collection("docs", embedding_function=None)
-        words = ["store", "gc", str(tmp_path / "kv"), "--host", host, "--port", str(port)]
+        words = ["store", "gc", str(tmp_path / "kv"), "--chroma", f"http://{host}:{port}"]
         assert cli.main([*words, "--collection", "docs"]) == 0
         assert "0 chunks in use" in capsys.readouterr().out
     assert cli.main([*words, "--collection", "docs"]) == 2
-    assert f"there is no Chroma server at {host}:{port}" in refused(capsys)
+    assert f"there is no Chroma server at http://{host}:{port}" in refused(capsys)
 
 
 def test_gc_removes_old_leftovers(place: Place) -> None:

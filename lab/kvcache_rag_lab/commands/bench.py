@@ -26,9 +26,9 @@ from kvcache_rag.commands.options import (
     add_threads,
     add_top_k,
     check_chunking,
+    check_file_there,
     nbytes,
     new_file,
-    old_file,
     ready,
     whole,
 )
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--queries",
         metavar="FILE",
-        type=old_file,
+        type=Path,
         help='questions in the order in which they come: JSON lines ({"question": ...}) in .jsonl, '
         "else one a line",
     )
@@ -182,6 +182,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_chunking(arguments.chunk_size or PIECE, arguments.chunk_overlap)
     if arguments.queries is not None and arguments.corpus is None:
         raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
+    check_file_there("--queries", arguments.queries)
     if arguments.corpus is not None and not arguments.corpus.exists():
         raise InvalidInputError(
             f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options, number, old_file, ready, whole
+from kvcache_rag.commands.options import (
+    add_model,
+    add_options,
+    check_file_there,
+    number,
+    ready,
+    whole,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +40,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--data",
         metavar="FILE",
-        type=old_file,
+        type=Path,
         help='JSONL of {"question", "answers": [...], "documents": [{"text", "relevant"}, ...]}',
     )
     data.add_argument(
@@ -59,7 +66,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--plain",
         metavar="FILE",
-        type=old_file,
+        type=Path,
         help='JSONL of {"text"} or {"messages"}, under full attention (default: the documents)',
     )
     _add_count(data, "--holdout", 64, "contexts and texts kept to measure with")
@@ -159,6 +166,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     config.check_folders()
+    check_file_there("--data", arguments.data)
+    check_file_there("--plain", arguments.plain)
     ready(EngineSettings.of(arguments, auxiliary=config.teacher))
     from kvcache_rag_lab.finetune import finetune
 

@@ -189,6 +189,12 @@ def check_chunking(size: int, overlap: int) -> None:
         )
 
 
+def check_file_there(flag: str, path: Path | None) -> None:
+    """Raise `InvalidInputError` if an option names a file that is not there."""
+    if path is not None and not path.is_file():
+        raise InvalidInputError(f"{flag} must be a file, and there is none of the name {path}")
+
+
 def ready(settings: EngineSettings) -> None:
     """Refuse what can be refused before torch is loaded, then say that it begins."""
     settings.check()
@@ -256,14 +262,6 @@ def policy_name(word: str) -> str:
     except InvalidInputError as error:
         raise _refused(f"cannot be used: {error}") from error
     return word
-
-
-def old_file(word: str) -> Path:
-    """A file that is there."""
-    path = Path(expanded(word))
-    if not path.is_file():
-        raise _refused(f"must be a file, and there is none of the name {word}")
-    return path
 
 
 def new_file(word: str) -> Path:

@@ -153,7 +153,7 @@ def _resolved(name: str | os.PathLike[str], kind: str, names: Collection[str]) -
     looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not path.is_dir():
         raise InvalidInputError(f"there is no {kind} folder {name}; check the path")
-    if "/" not in name and not path.is_dir():
+    if "/" not in name and not (name and path.is_dir()):
         raise _unknown(name, kind, names)
     return str(path) if looks_like_path else name
 
