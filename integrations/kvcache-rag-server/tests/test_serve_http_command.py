@@ -39,7 +39,8 @@ READY_SECONDS = 15.0
 def settings_of(*words: str) -> ServerSettings:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    arguments = parser.parse_args(words, argparse.Namespace(model="tiny"))
+    arguments = parser.parse_args(words)
+    arguments.model = arguments.model or "tiny"
     return serve.settings_of(arguments)
 
 
@@ -227,7 +228,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys: Any) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert main(["serve", "no/such/model/anywhere", "--port", str(port)]) == 2
+        assert main(["serve", "tiny", "--port", str(port)]) == 2
     said = capsys.readouterr().err
     assert f"port {port} of 127.0.0.1 is in use" in said
     assert "--port" in said
@@ -284,7 +285,10 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             assert [one for one in lines if one][-1] == "data: [DONE]", "it may end before"
         rest, complaints = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, rest, complaints) == (0, "", "")
+    assert (process.returncode, rest) == (0, "")
+    begun, ended = complaints.splitlines()
+    assert begun == "loading tiny ..."
+    assert ended == f"kvcache-rag: stopped; chunks in {tmp_path / 'kv'} are kept"
     assert reply.json()["kvcache"]["policy"].startswith("Reuse")
     assert _seconds_of_children() - before < READY_SECONDS
 

@@ -84,7 +84,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="this process, processes of this machine, or Ray Data actors (default: threads, "
         "which is this process, for one worker, else processes)",
     )
-    group.add_argument("--workers", metavar="N", type=whole(), help="models at work (default: 1)")
+    group.add_argument(
+        "--workers", metavar="N", type=whole(1, 1024), help="models at work (default: 1)"
+    )
     group.add_argument(
         "--batch",
         metavar="N",
