@@ -101,6 +101,9 @@ FilePath = Annotated[Path, _PATH]
 Bytes = Annotated[int, _SIZE]
 """A number of bytes, as such or as a text such as 10GB."""
 
+ByteLimit = Annotated[int, Field(gt=0), _SIZE]
+"""Likewise, and more than none."""
+
 
 def is_path(field: FieldInfo) -> bool:
     """Whether an option is a `PathText` or a `FilePath`, or may be one."""
@@ -110,7 +113,8 @@ def is_path(field: FieldInfo) -> bool:
 
 def is_size(field: FieldInfo) -> bool:
     """Whether an option is a number of `Bytes`, or may be one."""
-    return _SIZE in field.metadata or Bytes in get_args(field.annotation)
+    kinds = (getattr(kind, "__metadata__", ()) for kind in get_args(field.annotation))
+    return any(_SIZE in metadata for metadata in (field.metadata, *kinds))
 
 
 OPTIONS: Final = ConfigDict(
@@ -127,7 +131,7 @@ class StoreOptions(BaseModel):
     kv_dir: PathText | None = None
     """Folder of the chunks' keys and values, or a URL (s3://bucket/folder); without it they are
     kept in memory only."""
-    kv_max_bytes: Bytes | None = Field(default=None, gt=0)
+    kv_max_bytes: ByteLimit | None = None
     """Limit of that folder, such as 10GB: the least recently used chunks go first; who serves a URL
     limits it there."""
     kv_codec: Literal["native", "int8", "int4"] | None = None

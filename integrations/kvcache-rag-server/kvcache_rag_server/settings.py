@@ -9,7 +9,15 @@ from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.settings import Bytes, FilePath, LocalSettings, PathText, Settings, check_device
+from kvcache_rag.settings import (
+    ByteLimit,
+    Bytes,
+    FilePath,
+    LocalSettings,
+    PathText,
+    Settings,
+    check_device,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +78,7 @@ class ServerSettings(LocalSettings, RequestLimits):
     policy: str = ""
     """What is reused for requests that name no policy, such as cacheblend:0.2; without it reuse on
     a model that was trained for cached chunks, else bestlast."""
-    memory_bytes: Bytes = Field(default=1 << 30, gt=0)
+    memory_bytes: ByteLimit = 1 << 30
     """Limit of the memory before the folder, such as 4GB."""
     backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more
     """What runs the model: in this process transformers, or llama.cpp, which takes GGUF files as
