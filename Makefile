@@ -80,7 +80,7 @@ export UV_LINK_MODE ?= copy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -112,6 +112,9 @@ test-next: $(NEXT)/.installed ## Say what breaks with the newest transformers, L
 
 test-sdists: $(VENV)/.installed-dev ## Run the tests of every sdist in dist/ on the wheels beside it: `make wheels test-sdists`
 	PYTEST_ADDOPTS="-n $(WORKERS)" $(BIN)/python tools/dists.py test $(DIST)
+
+test-wheels: $(VENV)/.installed-dev ## Look at every wheel in dist/ alone in empty environments, of the lowest versions and of the newest
+	$(BIN)/python tools/dists.py alone $(DIST)
 
 test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
 	PYTHONPATH=src:integrations/kvcache-rag-server:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
