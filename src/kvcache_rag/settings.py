@@ -159,8 +159,8 @@ class EngineOptions(BaseModel):
     template: Annotated[InstanceOf[PromptTemplate], BeforeValidator(_template)] | None = Field(
         default=None, exclude=True
     )
-    """How prompts are written, the folder of a prompt_template.json, or block-attention
-    (docs/models.md); without it the one the model brings, else the default."""
+    """How prompts are written: block-attention (docs/models.md), or the folder of a
+    prompt_template.json; without it the one the model brings, else the default."""
     gate: PathText | None = None
     """File that `kvcache-rag verify` wrote: a policy that is not good enough on this model is
     replaced by full prefill, with the reason in the metrics."""
