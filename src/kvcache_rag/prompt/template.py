@@ -83,6 +83,7 @@ class PromptTemplate:
         special_tokens: What a literal such as `<|im_end|>` is in a document, a question or the
             history: "text", or "allow" for the control token that the tokenizer reads (only where
             every text can be trusted).
+        chat_template: Jinja chat template in place of the tokenizer's; None for that.
     """
 
     system: str = DEFAULT_SYSTEM
@@ -96,6 +97,7 @@ class PromptTemplate:
     template_date: datetime.date | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: SpecialTokens = "text"
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if self.special_tokens not in get_args(SpecialTokens):
