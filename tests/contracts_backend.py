@@ -25,7 +25,8 @@ from serve_works import (
     text_of,
 )
 
-from kvcache_rag import BestLast, ContextTooLongError, KVCacheRagError, Message
+from kvcache_rag import BestLast, KVCacheRagError, Message
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Piece, Prefilled, Started
 
 if TYPE_CHECKING:

@@ -20,10 +20,8 @@ from kvcache_rag import (
     LegoLink,
     ProphetKV,
     Reuse,
-    ReusePolicy,
-    policy_by_name,
 )
-from kvcache_rag.policies import POLICY_NAMES
+from kvcache_rag.policies import POLICY_NAMES, ReusePolicy, policy_by_name
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 PROMPT = StitchedPrompt.of(10, [100, 100, 100, 100], 20)

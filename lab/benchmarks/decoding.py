@@ -36,7 +36,8 @@ from kvcache_rag.models.linears import pack_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvcache_rag import Answer, WeightFormat
+    from kvcache_rag import Answer
+    from kvcache_rag.models import WeightFormat
 
 BEFORE: Final = "before"
 FORMS: Final[dict[str, WeightFormat]] = {

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag_lab.evaluation.report import (
     PolicyRow,
     check_plot,

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvcache_rag import (
-    Combination,
-    ContextTooLongError,
-    DiskStore,
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    Reuse,
-)
+from kvcache_rag import Combination, DiskStore, Engine, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag_lab.evaluation.runner import evaluate, make_cells
 from kvcache_rag_lab.evaluation.tasks import examples

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import llama_smollm2 as llama
 import pytest
 
-from kvcache_rag import Engine, Verdict
 from kvcache_rag.cli import main
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
+from kvcache_rag.verdict import Verdict
 from kvcache_rag_lab.commands.verify import OF_LLAMA
 from kvcache_rag_lab.evaluation.verification import check_numerics
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvcache_rag import Engine
 
 llama.needed()
 

@@ -16,15 +16,10 @@ import pytest
 import torch
 from serve_fakes import running, settings, tiny_backend
 
-from kvcache_rag import (
-    Engine,
-    FingerprintMismatchError,
-    InvalidInputError,
-    Reuse,
-    Verdict,
-)
+from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag.errors import FingerprintMismatchError
 from kvcache_rag.models.rotation import Move
-from kvcache_rag.verdict import PolicyScore
+from kvcache_rag.verdict import PolicyScore, Verdict
 from kvcache_rag_lab.commands import verify
 from kvcache_rag_lab.commands.verify import lines
 from kvcache_rag_lab.evaluation import verification
@@ -124,7 +119,8 @@ def test_without_questions_it_says_so_before_anything_is_loaded() -> None:
 def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvcache_rag import DiskStore, Int8
+    from kvcache_rag import DiskStore
+    from kvcache_rag.codecs import Int8
 
     file = write(tmp_path / "mine.jsonl", reader_rows(1, answers=False))
     out = tmp_path / "verdict.json"

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.tokens import Offsets
     from kvcache_rag.stores import ChunkStore
 
+__all__ = ["Auxiliary"]
+
 
 @dataclass(frozen=True)
 class ChunkAttention:

@@ -26,6 +26,19 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+__all__ = [
+    "ChunkNotFoundError",
+    "ContextTooLongError",
+    "CorruptChunkError",
+    "FingerprintMismatchError",
+    "InvalidInputError",
+    "KVCacheRagError",
+    "MissingExtraError",
+    "RemoteServerError",
+    "UnsupportedModelError",
+    "UntrustedChunkError",
+]
+
 
 class KVCacheRagError(Exception):
     """Root of every error that this package raises on purpose."""

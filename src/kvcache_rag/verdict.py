@@ -20,6 +20,8 @@ from typing import Any, Final, Literal, TypeVar
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError, expanded
 from kvcache_rag.progress import plural
 
+__all__ = ["Gate", "Verdict"]
+
 VERSION: Final = 1
 
 FORMAT: Final = "kvcache-rag-verdict"

@@ -28,7 +28,8 @@ pytest.importorskip("build", reason="what builds sdists and wheels is not instal
 # Packages whose names are public, by dist; the last of them is typed.
 PUBLIC = {
     "kvcache-rag": [
-        *("codecs", "integration", "policies", "stores"),
+        *("auxiliary", "codecs", "errors", "generation", "integration", "kv", "models"),
+        *("policies", "prompt", "stores", "verdict"),
         "",
     ],
     "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],

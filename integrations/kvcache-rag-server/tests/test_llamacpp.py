@@ -13,8 +13,9 @@ from contracts_backend import MAX_WAITING, BackendContract
 from serve_fakes import client, data_of
 from serve_works import Valve, answer_of, make_work
 
-from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse, policy_by_name
+from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse
 from kvcache_rag.cli import main
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import ServerSettings

@@ -12,7 +12,8 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
-from kvcache_rag import InvalidInputError, ReusePolicy, in_thread
+from kvcache_rag import InvalidInputError
+from kvcache_rag.generation import in_thread
 from kvcache_rag.integration import (
     DeviceOption,
     EngineOptions,
@@ -26,6 +27,7 @@ from kvcache_rag.integration import (
     said_options,
     written,
 )
+from kvcache_rag.policies import ReusePolicy  # noqa: TC001  # pydantic reads it
 from langchain_kvcache_rag.calls import INTERNAL
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER

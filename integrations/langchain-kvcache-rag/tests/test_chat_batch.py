@@ -14,7 +14,8 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 from small import make_model
 
-from kvcache_rag import ContextTooLongError, Engine, InvalidInputError
+from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError
 from langchain_kvcache_rag.chat_model import ChatKVCache
 
 if TYPE_CHECKING:

@@ -19,14 +19,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableGenerator
 
-from kvcache_rag import (
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    Metrics,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, Metrics, PromptTemplate
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference
 from langchain_kvcache_rag import responses, settings
 from langchain_kvcache_rag.blocks import document_block

@@ -9,7 +9,8 @@ import pytest
 from langchain_core.documents import Document
 from store_helpers import memory_store
 
-from kvcache_rag import CacheBlend, InvalidInputError, policy_by_name
+from kvcache_rag import CacheBlend, InvalidInputError
+from kvcache_rag.policies import policy_by_name
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, document_block
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
 
-from kvcache_rag import InvalidInputError, StoredChunk
+from kvcache_rag import InvalidInputError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS
 from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache

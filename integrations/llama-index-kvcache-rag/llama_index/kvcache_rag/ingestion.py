@@ -10,7 +10,7 @@ from llama_index.core.bridge.pydantic import SerializeAsAny  # noqa: TC002  # as
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.core.settings import Settings
 
-from kvcache_rag import cancellable
+from kvcache_rag.generation import cancellable
 from kvcache_rag.integration import beside, standing, written
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM

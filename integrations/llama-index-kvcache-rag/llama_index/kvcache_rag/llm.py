@@ -38,8 +38,9 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 
-from kvcache_rag import InvalidInputError, cancellable
+from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import expanded
+from kvcache_rag.generation import cancellable
 from kvcache_rag.integration import (
     ConversationForms,
     EngineOptions,
@@ -88,7 +89,9 @@ if TYPE_CHECKING:
     from llama_index.core.types import TokenAsyncGen, TokenGen
     from typing_extensions import Self
 
-    from kvcache_rag import ChunkKey, Engine, ReusePolicy
+    from kvcache_rag import Engine
+    from kvcache_rag.kv import ChunkKey
+    from kvcache_rag.policies import ReusePolicy
 
 
 # What an LLM of LlamaIndex has where its user wrote no form of his own.

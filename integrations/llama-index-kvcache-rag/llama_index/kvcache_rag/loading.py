@@ -14,7 +14,8 @@ from kvcache_rag.integration import (
 )
 
 if TYPE_CHECKING:
-    from kvcache_rag import Engine, ReusePolicy
+    from kvcache_rag import Engine
+    from kvcache_rag.policies import ReusePolicy
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 # Of a new engine, as `open_engine` takes them.

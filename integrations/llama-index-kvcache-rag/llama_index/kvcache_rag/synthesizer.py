@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from llama_index.core.types import RESPONSE_TEXT_TYPE
     from typing_extensions import Self
 
-    from kvcache_rag import ReusePolicy
+    from kvcache_rag.policies import ReusePolicy
 
 dispatcher = get_dispatcher(__name__)
 
