@@ -309,7 +309,7 @@ class BackendContract:
         assert await backend.models() == {"reader": reader().context_window}
 
     async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
-        assert await backend.own_policy() == OwnPolicy("reordered")
+        assert await backend.own_policy() == OwnPolicy("reuse")
 
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 

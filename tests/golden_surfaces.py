@@ -171,7 +171,6 @@ POLICIES: Final = (
 """As a user writes them."""
 NAMED: Final = (
     "full",
-    "reordered",
     "reuse",
     "composite",
     "bestlast",

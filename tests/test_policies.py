@@ -67,7 +67,6 @@ SCORER = Scorer()
     [
         ("full", FullRecompute()),
         ("reuse", Reuse()),
-        ("reordered", Reuse()),
         (" Composite ", Reuse("composite")),
         ("legolink", LegoLink()),
         ("legolink:4", LegoLink(4)),
@@ -96,8 +95,8 @@ def test_every_name_is_known() -> None:
     ("text", "message"),
     [
         ("cacheblnd", "did you mean cacheblend"),
-        ("", "one of full, reordered"),
-        ("vllm", "one of full, reordered"),
+        ("", "one of full, reuse"),
+        ("vllm", "one of full, reuse"),
         ("legolink:x", "whole number"),
         ("legolink:1.5", "whole number"),
         ("legolink:-1", "tokens must be"),

@@ -73,7 +73,7 @@ class TestLlamaBackend(BackendContract):
 
     async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
         own = await backend.own_policy()
-        assert own.name == "reordered"
+        assert own.name == "reuse"
         assert {*own.warnings} == {"reuse", "composite"}  # it was not trained for blocks
 
 
