@@ -160,8 +160,8 @@ async def test_an_error_is_raised_unless_asked_for(llm: ChatKVCache) -> None:
         llm.batch(inputs)
     with pytest.raises(ContextTooLongError):
         await llm.abatch(inputs)
-    with pytest.raises(InvalidInputError, match="needs model="):
-        ChatKVCache().batch(QUESTIONS)
+    with pytest.raises(InvalidInputError, match="no model folder"):
+        ChatKVCache(model="./no/such/model").batch(QUESTIONS)
 
 
 def test_what_breaks_generation_reaches_every_row(

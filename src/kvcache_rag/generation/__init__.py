@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvcache_rag.generation.explain import Explained as Explained
+    from kvcache_rag.generation.options import AnswerOptions as AnswerOptions
+    from kvcache_rag.generation.options import CompletionOptions as CompletionOptions
     from kvcache_rag.generation.request import StoredChunk as StoredChunk
     from kvcache_rag.generation.stream import AnswerStream as AnswerStream
     from kvcache_rag.generation.stream import AsyncAnswerStream as AsyncAnswerStream

@@ -54,7 +54,7 @@ from kvcache_rag.integration import (
     refuse_unknown,
     rendered,
 )
-from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
+from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine, refuse_without_model
 from llama_index.kvcache_rag.matching import Ask, watch, writing
 from llama_index.kvcache_rag.options import ending_with, plain, turn
 from llama_index.kvcache_rag.prefilling import prefill_nodes
@@ -190,8 +190,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
                 those of every LlamaIndex LLM.
 
         Raises:
-            InvalidInputError: If an argument is unknown or cannot be used, or `engine` comes with
-                what only a new engine could use.
+            InvalidInputError: If an argument is unknown or cannot be used, nothing says which model
+                answers, or `engine` comes with what only a new engine could use.
         """
         fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
         own = ("engine", "model", "tokenizer", "policy")
@@ -210,6 +210,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             raise first_problem(error.errors()) from error
         if engine is not None:
             refuse_beside_engine(self, model=model, tokenizer=tokenizer, base_url=self.base_url)
+        else:
+            refuse_without_model(self, model=model, tokenizer=tokenizer)
         self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
         self._given = (model, tokenizer)
         if self.generate_kwargs and self.base_url is None:  # a server checks what it is told
