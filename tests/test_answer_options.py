@@ -56,6 +56,11 @@ def test_they_are_what_the_engine_and_generate_read(
     assert names - own <= {*vars(GenerationConfig())} | OF_CALLS
 
 
+def test_a_model_by_its_name_takes_what_an_engine_takes() -> None:
+    named, loaded = (arguments_of(each) for each in (Engine.from_pretrained, Engine))
+    assert loaded - {"model"} <= named
+
+
 @pytest.mark.parametrize("options", [AnswerOptions, CompletionOptions])
 def test_each_is_explained(options: Any) -> None:
     told = "".join(str(one.__doc__) for one in (AnswerOptions, CompletionOptions))
