@@ -72,9 +72,11 @@ def test_a_policy_is_asked_for_by_its_name(engine: Engine) -> None:
     """Wherever an engine takes a policy."""
     made = Engine(engine.model, engine.tokenizer, policy="legolink:4")
     assert made.policy == LegoLink(4)
+    stream = made.stream("Who?", TEXTS, policy="full", max_new_tokens=1)
+    list(stream)
     for answer in (
         made.generate("Who?", TEXTS, policy="full", max_new_tokens=1),
-        made.stream("Who?", TEXTS, policy="full", max_new_tokens=1).answer,
+        stream.answer,
         *made.generate_batch([("Who?", TEXTS)], policy="full", max_new_tokens=1),
     ):
         assert answer.metrics.policy == repr(FullRecompute())
