@@ -258,7 +258,8 @@ class NamedArguments:
             InvalidInputError: If one is unknown.
         """
         if options:
-            known = _arguments(cls)
+            kind: type = cls
+            known = _arguments(kind)
             refuse_unknown(options, known or options, f"argument of {cls.__name__}")
         return super().__new__(cls)
 
