@@ -126,7 +126,7 @@ def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
     confirmed = read(result_file("smollm2_confirmation"))["scores"]
     block, control = (
         next(one["f1"][0] for one in confirmed if (one["model"], one["policy"]) == way)
-        for way in (("block", "reordered"), ("control", "full prefill"))
+        for way in (("block", "reuse"), ("control", "full prefill"))
     )
     digits = 0 if page == "README.md" else 1
     assert f"{100 * block:.{digits}f}" in text

@@ -19,18 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvcache_rag import (
-    CorruptChunkError,
-    DiskStore,
-    Engine,
-    Gate,
-    InvalidInputError,
-    MemoryStore,
-    PromptTemplate,
-    Verdict,
-    policy_by_name,
-)
+from kvcache_rag import DiskStore, Engine, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.integration import Reference
+from kvcache_rag.policies import policy_by_name
+from kvcache_rag.verdict import Gate, Verdict
 from kvcache_rag_lab.evaluation.datasets import read_own_questions
 from kvcache_rag_lab.finetune.loop import RunFolder
 from kvcache_rag_lab.scoring.ask import RecordFile
@@ -41,7 +34,7 @@ from tests import golden_surfaces as surfaces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag import ChunkKey
+    from kvcache_rag.kv import ChunkKey
     from kvcache_rag.stores import Hit
 
 GOLDEN = cases.GOLDEN

@@ -43,7 +43,10 @@ PROJECTS: Final = {
 
 PUBLIC: Final = {
     "kvcache-rag": [
-        *(f"kvcache_rag.{name}" for name in ("codecs", "integration", "policies", "stores")),
+        *("kvcache_rag.auxiliary", "kvcache_rag.codecs", "kvcache_rag.errors"),
+        *("kvcache_rag.generation", "kvcache_rag.integration", "kvcache_rag.kv"),
+        *("kvcache_rag.models", "kvcache_rag.policies", "kvcache_rag.prompt"),
+        *("kvcache_rag.stores", "kvcache_rag.verdict"),
         "kvcache_rag",
     ],
     "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],

@@ -152,9 +152,8 @@ def write_verdicts() -> None:
     """`verdict.json` by the command `verify`, `verdict_nulls.json` with what is not known."""
     from dataclasses import replace
 
-    from kvcache_rag import Verdict
     from kvcache_rag.cli import main as command_line
-    from kvcache_rag.verdict import PolicyScore
+    from kvcache_rag.verdict import PolicyScore, Verdict
 
     path = GOLDEN / "verdict.json"
     words = (

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag_lab.evaluation.report import (
     PolicyRow,
     check_plot,
@@ -171,7 +172,7 @@ def test_other_metrics_stand_beside_the_one_that_is_compared() -> None:
 
 
 def test_without_full_prefill_nothing_is_compared() -> None:
-    (group,) = summarise(records(answered(GOOD, "reordered", milliseconds=None)))
+    (group,) = summarise(records(answered(GOOD, "reuse", milliseconds=None)))
     assert group.scored is None
     text = to_markdown([group])
     assert "minus full" not in text
@@ -190,16 +191,16 @@ def test_codecs_are_compared_with_the_first() -> None:
     rows = rows_of(
         records(
             answered(GOOD, "full", codec="native"),
-            answered(GOOD, "reordered", codec="native", divergence=0.25),
-            answered(GOOD, "reordered", codec="int4", divergence=0.5, texts="other"),
+            answered(GOOD, "reuse", codec="native", divergence=0.25),
+            answered(GOOD, "reuse", codec="int4", divergence=0.5, texts="other"),
         )
     )
-    assert rows["reorderednative"].changed is None
-    changed = rows["reorderedint4"].changed
+    assert rows["reusenative"].changed is None
+    changed = rows["reuseint4"].changed
     assert changed is not None
     assert changed.value == 0.9
-    assert rows["reorderedint4"].divergence == (0.5, 0.5)
-    assert rows["reorderedint4"].difference is not None
+    assert rows["reuseint4"].divergence == (0.5, 0.5)
+    assert rows["reuseint4"].difference is not None
 
 
 def test_json_has_every_interval_and_no_nan() -> None:

@@ -17,7 +17,8 @@ from documents import docx, pdf
 from llama_index.core.schema import MetadataMode
 from small import make_model, make_tokenizer
 
-from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, cli
+from kvcache_rag import DiskStore, InvalidInputError, cli
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.integration import LeftOut, extraction, left_out_lines
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse

@@ -13,8 +13,9 @@ from llama_index.core.schema import MetadataMode
 from pydantic import BaseModel, Field
 from small import make_model, make_tokenizer
 
-from kvcache_rag import DiskStore, Engine, InvalidInputError, Message, policy_by_name
+from kvcache_rag import DiskStore, Engine, InvalidInputError, Message
 from kvcache_rag.cli import main
+from kvcache_rag.policies import policy_by_name
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheChatEngine,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from kvcache_rag.errors import InvalidInputError, check_name, check_settings
+from kvcache_rag.errors import InvalidInputError, NamedArguments, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ SpecialTokens: TypeAlias = Literal["text", "allow"]
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(NamedArguments):
     """One turn of a conversation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class PromptTemplate:
+class PromptTemplate(NamedArguments):
     """The parts of a prompt that are the same for every question.
 
     Attributes:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
-    from kvcache_rag import WeightFormat
     from kvcache_rag.integration import LeftOut
+    from kvcache_rag.models import WeightFormat
     from kvcache_rag.models.pretrained import Backend
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
-    from kvcache_rag import ReusePolicy, WeightFormat
+    from kvcache_rag.models import WeightFormat
     from kvcache_rag.models.pretrained import Backend
+    from kvcache_rag.policies import ReusePolicy
 
 
 @dataclass(frozen=True)
