@@ -38,7 +38,15 @@ _WHOLE = (
         "examples",
         "golden",
     ),
-    *("packages", "project_files", "site_browser", "smollm2_package", "smollm2_shipped", "work"),
+    *(
+        "cli_soon",
+        "packages",
+        "project_files",
+        "site_browser",
+        "smollm2_package",
+        "smollm2_shipped",
+        "work",
+    ),
 )
 _IS_SDIST = not (Path(__file__).parent / "integrations").is_dir()
 collect_ignore = [f"tests/test_{name}.py" for name in _WHOLE] if _IS_SDIST else []

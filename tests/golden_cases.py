@@ -33,7 +33,7 @@ from kvcache_rag_server.backend import (
     Prefilled,
     Started,
 )
-from kvcache_rag_server.lifecycle import Caller
+from kvcache_rag_server.keys import Caller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping

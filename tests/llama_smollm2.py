@@ -10,7 +10,8 @@ from typing import Any, Final
 import pytest
 
 from kvcache_rag import Engine, MemoryStore
-from kvcache_rag.models.pretrained import PACKAGED, load
+from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.pretrained import load
 
 NAME: Final = "smollm2"
 BACKEND: Final = "llama.cpp"

@@ -44,7 +44,7 @@ class Place:
     def run(self, *words: str) -> int:
         """A command of `store`, with the database where it takes one."""
         action, *rest = words
-        place = ["--persist-dir", str(self.chroma)] if action == "gc" else []
+        place = ["--chroma", str(self.chroma)] if action == "gc" else []
         return cli.main(["store", action, str(self.kv), *place, *rest])
 
 

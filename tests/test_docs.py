@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common import read, result_file
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
-from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.models.names import PACKAGED
 
 ROOT = Path(__file__).parent.parent
 # docs/serving.md has a test of its own, in which snippets follow each other.

@@ -1,4 +1,4 @@
-"""docs/papers.md: its pages, sections, commands and tasks are there; every row has ours, or why not."""
+"""docs/papers.md: its pages, sections, commands and tasks; every row has ours, or why not."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from kvcache_rag.cli import main
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
-from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load, own_dtype
+from kvcache_rag.models.names import PACKAGED, PackagedModel
+from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
 from kvcache_rag.settings import EngineSettings
 from kvcache_rag_server import startup
@@ -397,7 +398,7 @@ def test_a_missing_package_is_told_with_the_exact_command(monkeypatch: pytest.Mo
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("kvcache_rag.models.pretrained.distribution", missing)
+    monkeypatch.setattr("kvcache_rag.models.names.distribution", missing)
     with pytest.raises(InvalidInputError) as caught:
         Engine.from_pretrained("smollm2")
     assert str(caught.value) == (

@@ -185,13 +185,13 @@ def test_commands_know_such_files(
     assert cli.main(["store", "ls", str(tmp_path), "--chunks"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert cli.main(["store", "du", str(tmp_path)]) == 0
-    assert cli.main(["store", "verify", str(tmp_path)]) == 0
+    assert cli.main(["store", "check", str(tmp_path)]) == 0
     capsys.readouterr()
     path = engine.store.path(keys[1])  # type: ignore[attr-defined]
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    assert cli.main(["store", "verify", str(tmp_path)]) == 1
+    assert cli.main(["store", "check", str(tmp_path)]) == 1
     assert keys[1].digest[:8] in "".join(capsys.readouterr())
 
 

@@ -28,7 +28,7 @@ from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference, Row, text_digest
 from kvcache_rag.integration.references import wrapped_digests
-from kvcache_rag.models.pretrained import TINY, resolve
+from kvcache_rag.models.names import TINY, resolve
 from kvcache_rag.prompt.offsets import chunk_offsets, written_chunk
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder

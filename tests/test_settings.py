@@ -209,7 +209,7 @@ def test_a_namespace_that_is_no_text_is_refused(
     [
         ["store", "ls", "{kv}", "--namespace", "\udcff"],
         ["store", "gc", "{kv}", "--owner", "\udcff"],
-        ["store", "gc", "{kv}", "--collection", "\udcff", "--persist-dir", "{kv}"],
+        ["store", "gc", "{kv}", "--collection", "\udcff", "--chroma", "{kv}"],
         ["store", "fix-permissions", "{kv}", "--namespace", LONE],
         ["models", "check", LONE],
         ["plan", "{kv}", "--model", LONE],
@@ -222,10 +222,7 @@ def test_a_name_that_is_no_text_is_one_line_of_a_command(
 ) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "text.md").write_text("text")
-    try:
-        status = main([word.format(kv=tmp_path / "kv") for word in words])
-    except SystemExit as error:
-        status = int(error.code or 0)
+    status = main([word.format(kv=tmp_path / "kv") for word in words])
     captured = capsys.readouterr()
     assert status == 2
     assert "Error" not in captured.err

@@ -94,6 +94,50 @@ def test_a_flag_of_an_option_says_what_the_option_says() -> None:
     assert seen >= {"adapter", "backend", "device"}
 
 
+SHARED = {
+    "--base-url": "server that is asked",
+    "--batch": "how much is worked on at a time",
+    "--chroma": "place of the Chroma database",
+    "--chunk-overlap": "tokens that neighbouring chunks share",
+    "--chunk-size": "longest chunk",
+    "--collection": "collection of that database",
+    "--config": "file of settings",
+    "--data": "where questions are read",
+    "--documents": "of a question of the packaged reader",
+    "--embed": "what finds chunks",
+    "--facts": "of a document of the packaged reader",
+    "--full": "every chunk is computed again",
+    "--json": "one JSON object is printed",
+    "--max-new-tokens": "longest answer",
+    "--namespace": "tenant",
+    "--no-browser": "of the playground",
+    "--out": "where results go",
+    "--plot": "picture of the results",
+    "--policies": "what is compared",
+    "--policy": "what is reused",
+    "--questions": "how many of them",
+    "--report": "file of one JSON object",
+    "--seed": "of what is drawn",
+    "--task": "questions by a name",
+    "--threads": "of torch",
+    "--top-k": "chunks that a question is answered from",
+}
+"""What options of several commands mean that are not those of settings."""
+
+
+def test_an_option_of_several_commands_has_one_meaning() -> None:
+    found: dict[str, dict[str, argparse.Action]] = {}
+    for command, parser in parsers():
+        for action in parser._actions:
+            for flag in action.option_strings:
+                if action.dest not in {"help", *declared(), *words(ServerSettings)}:
+                    found.setdefault(flag, {})[command] = action
+    several = {flag: by for flag, by in found.items() if len(by) > 1}
+    assert several.keys() <= SHARED.keys(), "say what it means, or give it a name of its own"
+    for flag, by in several.items():
+        assert len({action.nargs == 0 for action in by.values()}) == 1, f"{flag} takes a value?"
+
+
 def words(owner: type[BaseModel]) -> dict[str, str]:
     return {name: field.description or "" for name, field in owner.model_fields.items()}
 
@@ -141,6 +185,33 @@ def test_a_wrong_value_is_one_sentence_whichever_way_it_is_said(
     if not isinstance(value, int):  # a text on a command line
         assert len(set(said)) == (2 if name == "backend" else 1), said  # a server has one more
     assert "\n" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        ("10GB", 10**10),
+        ("1.5 GiB", 3 << 29),
+        ("500mb", 5 * 10**8),
+        ("8MiB", 8 << 20),
+        ("4k", 4000),
+        ("4096", 4096),
+        ("7 bytes", 7),
+        ("0.1kB", 100),
+    ],
+)
+def test_bytes_are_said_as_people_say_them(said: str, count: int, tmp_path: Path) -> None:
+    assert StoreSettings(kv_max_bytes=said).kv_max_bytes == count
+    assert ServerSettings(memory_bytes=said, max_document_bytes=said).memory_bytes == count
+    file = tmp_path / "server.yaml"
+    file.write_text(f"kv_max_bytes: {said}\n")
+    assert ServerSettings.of(None, file).kv_max_bytes == count
+
+
+@pytest.mark.parametrize("said", ["ten", "10XB", "GB", "-1GB", "1iB", "1e9", "0", "0.1"])
+def test_what_is_no_number_of_bytes_is_refused(said: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^kv_max_bytes cannot be used: must be "):
+        StoreSettings(kv_max_bytes=said)
 
 
 @pytest.mark.parametrize("name", ["port", "max_batch", "context_window", "kv_ttl", "grace"])
@@ -242,7 +313,7 @@ def test_a_path_may_begin_with_the_home_folder(
             Engine.from_pretrained(name)
 
     assert main(["ingest", "~/texts", "--embed=hash", "--chroma=~/chroma", "--kv-dir=~/kv"]) == 0
-    assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--json=~/built.json"]) == 0
+    assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--report=~/built.json"]) == 0
     assert main(["store", "ls", "~/kv"]) == 0
     assert main(["doctor", "--kv-dir=~/kv"]) == 0
     assert main(["serve", "--api-keys=~/keys", "--new-key=a"]) == 0

@@ -90,7 +90,7 @@ def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     os.rename(first.path, first.path + ".away")
     with open(first.path, "wb") as file:
         file.write(b"damaged")
-    assert place.run("verify", "--delete") == 1
+    assert place.run("check", "--delete") == 1
     (place.kv / os.path.dirname(first.path) / ".tmp-torso").write_bytes(b"12345")
     capsys.readouterr()
     assert place.run("du", "--json") == 0
@@ -104,14 +104,14 @@ def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].endswith("total")
 
 
-# ---------------------------------------------------------------------- verify
-def test_verify_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert place.run("verify") == 0
+# ---------------------------------------------------------------------- check
+def test_check_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("check") == 0
     assert "4 files" in (out := capsys.readouterr().out)
     assert out.endswith("all whole\n")
 
 
-def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
+def test_check_names_damaged_files_and_puts_them_aside_if_asked(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digest = place.engine.keys(TEXTS)[0].digest
@@ -121,14 +121,14 @@ def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
-    assert place.run("verify") == 1
+    assert place.run("check") == 1
     out = capsys.readouterr().out
     assert f"{path}: the checksum is wrong" in out
     assert out.endswith("1 damaged\n")
     assert os.path.exists(path)
-    assert place.run("verify", "--delete") == 1
+    assert place.run("check", "--delete") == 1
     assert not os.path.exists(path)
-    assert place.run("verify") == 0
+    assert place.run("check") == 0
     (quarantined,) = next(namespaces(place.kv)).quarantined()
     assert quarantined.path.endswith(digest)
     assert place.engine.generate("alpha?", TEXTS, max_new_tokens=1).metrics.misses == 1
@@ -195,7 +195,7 @@ def test_gc_reaches_the_remote_tier(tmp_path: Path) -> None:
 
     gone, *kept = (key.digest for key in engine.keys(TEXTS))
     forget(prefiller, "0")
-    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0"]
+    words = ["gc", "--collection", "docs", "--remote", url, "--min-age", "0"]
     assert place.run(*words) == 0
     assert gone in remote()
     assert place.run(*words, "--yes") == 0
@@ -219,7 +219,7 @@ def test_gc_says_that_the_remote_failed(
     (tmp_path / "file").write_text("not a folder")
     forget(place.docs, "0")
     url = (tmp_path / "file").as_uri()
-    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0", "--yes"]
+    words = ["gc", "--collection", "docs", "--remote", url, "--min-age", "0", "--yes"]
     assert place.run(*words) == 2
     assert "the remote tier failed (" in capsys.readouterr().err
 
@@ -231,11 +231,11 @@ def test_a_collection_can_be_on_a_server(
     with chroma_server(tmp_path / "served") as (host, port):
         client = chromadb.HttpClient(host, port)
         client.create_collection("docs", embedding_function=None)
-        words = ["store", "gc", str(tmp_path / "kv"), "--host", host, "--port", str(port)]
+        words = ["store", "gc", str(tmp_path / "kv"), "--chroma", f"http://{host}:{port}"]
         assert cli.main([*words, "--collection", "docs"]) == 0
         assert "0 chunks in use" in capsys.readouterr().out
     assert cli.main([*words, "--collection", "docs"]) == 2
-    assert f"there is no Chroma server at {host}:{port}" in refused(capsys)
+    assert f"there is no Chroma server at http://{host}:{port}" in refused(capsys)
 
 
 def test_gc_removes_old_leftovers(place: Place) -> None:
@@ -254,10 +254,10 @@ def test_gc_removes_old_leftovers(place: Place) -> None:
     [
         (["gc"], "say whose chunks stay"),
         (["gc", "--collection", "docs"], "say where the collections are"),
-        (["gc", "--collection", "x", "--grace", "-1"], "--grace must be at least 0"),
-        (["gc", "--collection", "x", "--grace", "nan"], "--grace must be at least 0"),
-        (["gc", "--collection", "x", "--persist-dir", "."], "there is no Chroma database"),
-        (["gc", "--collection", "x", "--persist-dir", ".", "--host", "h"], "say where"),
+        (["gc", "--collection", "x", "--min-age", "-1"], "--min-age must be at least 0"),
+        (["gc", "--collection", "x", "--min-age", "nan"], "--min-age must be at least 0"),
+        (["gc", "--collection", "x", "--chroma", "."], "there is no Chroma database"),
+        (["gc", "--collection", "x", "--chroma", "ftp://h"], "is no server's; say it as http://l"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(
@@ -268,7 +268,7 @@ def test_a_users_mistake_is_one_sentence(
     assert says in refused(capsys)
 
 
-@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc"])
+@pytest.mark.parametrize("action", ["ls", "du", "check", "gc"])
 def test_a_folder_that_is_not_there_is_not_made(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_folder_that_is_not_there_is_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc", "fix-permissions"])
+@pytest.mark.parametrize("action", ["ls", "du", "check", "gc", "fix-permissions"])
 def test_a_folder_that_is_no_store_is_left_alone(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_folder_that_is_no_store_is_left_alone(
     assert "is no folder of a store, nothing in it is a DiskStore's; name the" in refused(capsys)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     (tmp_path / "empty").mkdir()
-    assert cli.main(["store", "verify", str(tmp_path / "empty")]) == 0, "of a store that is new"
+    assert cli.main(["store", "check", str(tmp_path / "empty")]) == 0, "of a store that is new"
 
 
 def test_an_unknown_collection_is_not_made(
@@ -302,7 +302,7 @@ def test_without_chromadb_the_line_to_install_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "chromadb", None)
-    words = ["--collection", "docs", "--host", "localhost"]
+    words = ["--collection", "docs", "--chroma", "http://localhost:8000"]
     assert cli.main(["store", "gc", str(tmp_path), *words]) == 2
     assert "pip install 'kvcache-rag[chroma]'" in refused(capsys)
 
@@ -335,7 +335,7 @@ def test_what_a_listing_shows_of_files_and_rows_moves_no_terminal(
     ):
         for manifest in place.kv.rglob("spec.json"):
             manifest.write_text(json.dumps(values))
-        for action in (["ls"], ["ls", "--chunks"], ["ls", "--json"], ["du"], ["verify"]):
+        for action in (["ls"], ["ls", "--chunks"], ["ls", "--json"], ["du"], ["check"]):
             assert cli.main(["store", *action, str(place.kv)]) == 0
             shown = capsys.readouterr().out
             assert shown.replace("\n", "").isprintable(), action

@@ -233,10 +233,10 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "ls": command("ls", "--json"),
     "ls --chunks": command("ls", "--chunks"),
     "du": command("du"),
-    "verify": command("verify"),
-    "verify --delete": command("verify", "--delete"),
+    "check": command("check"),
+    "check --delete": command("check", "--delete"),
     "fix-permissions": command("fix-permissions"),
-    "gc": command("gc", "--collection", "x", "--grace", "0", "--yes"),
+    "gc": command("gc", "--collection", "x", "--min-age", "0", "--yes"),
 }
 
 

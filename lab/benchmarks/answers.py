@@ -44,7 +44,8 @@ from kvcache_rag import BestLast, DiskStore, Engine
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.pretrained import Backend, resolve
+from kvcache_rag.models.names import resolve
+from kvcache_rag.models.pretrained import Backend
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.common import commit, described, load, processor_of, read, result_file, write
 from benchmarks.peers_sides import CHUNK, Material, material
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.pretrained import load_tokenizer, resolve
+from kvcache_rag.models.names import resolve
+from kvcache_rag.models.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

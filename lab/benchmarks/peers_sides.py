@@ -32,7 +32,8 @@ from benchmarks.jobs import folder_bytes, result
 from benchmarks.stock import cache_copy, prefilled, timed_generate
 from benchmarks.when_not import articles
 from kvcache_rag import DiskStore, Engine, FullRecompute, Reuse
-from kvcache_rag.models.pretrained import load, resolve
+from kvcache_rag.models.names import resolve
+from kvcache_rag.models.pretrained import load
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.template import PromptTemplate
 

@@ -47,7 +47,7 @@ def own(tmp_path: Path) -> tuple[str, str]:
 
 def measured(tmp_path: Path, *words: str) -> dict[str, Any]:
     file = tmp_path / "bench.json"
-    assert cli.main(["bench", "x", *words, "--json", str(file)]) == 0
+    assert cli.main(["bench", "tiny", *words, "--report", str(file)]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -56,13 +56,13 @@ def test_what_is_written_is_of_one_piece(
     tmp_path: Path, own: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "bench.svg"
-    words = ("--corpus", own[0], "--queries", own[1], "--top-k", "1", "--budgets", "1", "0.00002")
+    words = ("--corpus", own[0], "--queries", own[1], "--top-k", "1", "--budgets", "1GB", "20kB")
     found = measured(tmp_path, *QUICK, *words, "--plot", str(plot))
     assert set(found) == {
         "format", "complete", "model", "machine", "settings", "speed", "corpus",
     }  # fmt: skip
     assert (found["format"], found["complete"]) == (1, True)
-    assert found["model"]["name"] == "x"
+    assert found["model"]["name"] == "tiny"
     assert found["model"]["parameters"] == sum(one.numel() for one in make_model().parameters())
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["settings"] == {"chunk": 40, "tokens": 3, "rounds": 2, "codec": "native"}
@@ -91,7 +91,7 @@ def fields(value: Any) -> set[str]:
 
 
 def test_the_page_names_every_field(tmp_path: Path, own: tuple[str, str]) -> None:
-    words = ("--corpus", own[0], "--queries", own[1], "--budgets", "1")
+    words = ("--corpus", own[0], "--queries", own[1], "--budgets", "1GB")
     found = measured(tmp_path, *QUICK, *words)
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
@@ -157,7 +157,7 @@ def test_the_packaged_reader_is_measured(
     monkeypatch.undo()
     file = tmp_path / "bench.json"
     words = ("--contexts", "128", "--chunk-size", "50", "--max-new-tokens", "2", "--rounds", "1")
-    assert cli.main(["bench", "tiny", *words, "--json", str(file)]) == 0
+    assert cli.main(["bench", "tiny", *words, "--report", str(file)]) == 0
     found = json.loads(file.read_text())
     assert (found["complete"], found["model"]["dtype"]) == (True, "bfloat16")
     short, asked = found["speed"]["contexts"]
@@ -193,16 +193,15 @@ def test_an_interrupt_keeps_the_rounds_that_were_over(
 
     monkeypatch.setattr(SpeedBench, "_sample", interrupted)
     file = tmp_path / "bench.json"
-    assert cli.main(["bench", "x", *QUICK, "--json", str(file)]) == cli.INTERRUPTED
+    assert cli.main(["bench", "tiny", *QUICK, "--report", str(file)]) == cli.INTERRUPTED
     found = json.loads(file.read_text())
     assert not found["complete"]
     assert [(one["context"], one["rounds"]) for one in found["speed"]["contexts"]] == [
         (40, 2),
         (96, 1),
     ]
-    errors = capsys.readouterr().err
-    assert f"stopped: {file} has what was measured" in errors
-    assert errors.splitlines()[-1].endswith("interrupted")
+    *_, farewell = capsys.readouterr().err.splitlines()
+    assert farewell == f"kvcache-rag: stopped; {file} has what was measured until then"
 
 
 def test_folders_are_cut_as_build_cuts_them(tmp_path: Path) -> None:
@@ -232,14 +231,18 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
     [
         (["--contexts", "5000"], "a context of 5000 tokens, with "),
         (["--contexts", "5000"], "does not fit the model's window of 4096; give --contexts of at"),
-        (["--contexts", "8"], "--chunk-size and --contexts must be at least 16"),
-        (["--chunk-size", "8"], "--chunk-size and --contexts must be at least 16"),
+        (["--contexts", "8"], "--contexts must be at least 16"),
+        (["--chunk-size", "8"], "--chunk-size must be at least 16"),
         (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--top-k", "0"], "--top-k must be at least 1"),
-        (["--budgets", "0"], "--budgets must be above 0"),
-        (["--chunk-overlap", "256"], "--chunk-overlap must be at least 0 and less"),
+        (["--budgets", "1"], "--budgets must be at least 1kB, not 1; say 1GB"),
+        (["--budgets", "1XB"], "--budgets must be a number of bytes such as 10GB, not '1XB'"),
+        (
+            ["--chunk-overlap", "256"],
+            "--chunk-overlap must be less than --chunk-size",
+        ),
         (["--queries", "queries.jsonl"], "name --corpus, too"),
         (["--corpus", "absent"], "there is no corpus absent"),
         (["--corpus", "empty.jsonl"], "there is no text in empty.jsonl"),
@@ -255,14 +258,14 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
         ),
         (
             ["--corpus", "corpus.jsonl", "--queries", "absent.jsonl"],
-            "the queries absent.jsonl cannot be read (No such file or directory)",
+            "--queries must be a file, and there is none of the name absent.jsonl",
         ),
         (
             ["--corpus", "corpus.jsonl", "--queries", "corpus.jsonl"],
             'corpus.jsonl, line 1: this is not {"question": "..."}; correct it',
         ),
         (["--plot", "bench.txt"], "bench.txt must end in one of .png, .svg, .pdf"),
-        (["--json", "absent/bench.json"], "cannot be a file; name one in a folder there is"),
+        (["--report", "absent/bench.json"], "cannot be a file; name one in a folder there is"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
@@ -276,7 +279,7 @@ def test_what_cannot_be_done_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text("{\n")
-    assert cli.main(["bench", "x", *words]) == cli.REFUSED
+    assert cli.main(["bench", "tiny", *words]) == cli.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
@@ -294,7 +297,7 @@ def test_a_model_whose_chunks_cannot_be_stitched_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Engine, "refusal", property(lambda self: "keys of this model are learned"))
-    assert cli.main(["bench", "x", *QUICK]) == cli.REFUSED
+    assert cli.main(["bench", "tiny", *QUICK]) == cli.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("learned, so there is no stitching of its chunks to measure")
 
@@ -338,7 +341,7 @@ def test_the_policy_that_is_named_is_timed(
     policy = "BestLast(share=0.2, positions='reordered')"
     assert found["speed"]["policy"] == policy
     assert f"from files by {policy}, in turns" in capsys.readouterr().out
-    assert cli.main(["bench", "x", "--policy", "magic"]) == 2
+    assert cli.main(["bench", "tiny", "--policy", "magic"]) == 2
     assert "magic" in capsys.readouterr().err
 
 

@@ -163,7 +163,7 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(
     out = tmp_path / "model"
     words = ["finetune", str(small), "--out", str(out), "--task", "reader", "--quiet"]
     words += ["--kinds", "single", "two_hop:0.5", "--documents", "2", "--facts", "2"]
-    words += ["--questions", "4", "--steps", "4", "--batch-tokens", "700", "--holdout", "3"]
+    words += ["--per-context", "4", "--steps", "4", "--batch-tokens", "700", "--holdout", "3"]
     words += ["--rate", "1e-3", "--device", "cpu", "--both-masks"]
     real = Trainer._step
 
@@ -176,7 +176,7 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(
         patch.setattr(Trainer, "_step", step)
         assert main(words) == 130
     seen = capsys.readouterr()
-    assert "the same command goes on from there" in seen.out
+    assert f"kept in {out}.work, the same command goes on from there" in seen.err
     assert len(Path(f"{out}.work", "training_log.jsonl").read_text().splitlines()) == 2
     assert main(words) == 0
     assert equal(out, finished[0])
@@ -272,13 +272,15 @@ def test_refusals_of_the_command(
     reader = ["--task", "reader"]
     missing = str(tmp_path / "missing")
     assert "one of them" in refusal([str(small), *out], capsys)
-    assert "cannot read" in refusal([str(small), *out, "--data", missing], capsys)
+    assert "--data must be a file" in refusal([str(small), *out, "--data", missing], capsys)
     assert "there is no model folder" in refusal([missing, *out, *reader], capsys)
     assert "kinds: mix, single" in refusal([str(small), *out, *reader, "--kinds", "odd"], capsys)
     assert "--task reader" in refusal(
         [str(small), *out, "--data", missing, "--kinds", "single"], capsys
     )
-    assert "share from 0 to 1" in refusal([str(small), *out, *reader, "--block-share", "2"], capsys)
+    assert "--block-share must be at least 0 and at most 1, not 2" in refusal(
+        [str(small), *out, *reader, "--block-share", "2"], capsys
+    )
     exists = ["--out", str(tmp_path), *reader]
     assert "exists; remove it" in refusal([str(small), *exists], capsys)
 

@@ -66,9 +66,9 @@ def test_verify_compares_what_llama_cpp_does(
 
 
 def test_eval_asks_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["eval", "--models", llama.NAME, "--backend", "llama.cpp", "--adapter", "none"]
+    words = ["eval", llama.NAME, "--backend", "llama.cpp", "--adapter", "none"]
     words += ["--task", "reader_single", "--questions", "1", "--documents", "2", "--facts", "2"]
-    words += ["--policies", "full", "reuse", "--timed", "0", "--json", str(tmp_path / "e.json")]
+    words += ["--policies", "full", "reuse", "--timed", "0", "--report", str(tmp_path / "e.json")]
     assert main(words) == 0
     assert "reuse" in capsys.readouterr().out
     assert main([*words[:2], "tiny", *words[3:]]) == 2

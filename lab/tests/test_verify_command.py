@@ -16,7 +16,7 @@ import pytest
 import torch
 from serve_fakes import running, settings, tiny_backend
 
-from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag import Engine, InvalidInputError, Reuse, cli
 from kvcache_rag.errors import FingerprintMismatchError
 from kvcache_rag.models.rotation import Move
 from kvcache_rag.verdict import PolicyScore, Verdict
@@ -421,7 +421,7 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
         (("--task", "reader", "--max-new-tokens", "0"), "--max-new-tokens must"),
         (("--task", "reader", "--keep", "1.2"), "--keep must be above 0"),
         (("--task", "reader", "--keep", "nan"), "--keep must be above 0"),
-        (("--task", "reader", "--seed", "-1"), "--seed must not be negative"),
+        (("--task", "reader", "--seed", "-1"), "--seed must be at least 0, not -1"),
         (("--task", "reader", "--policies", "cacheclip"), "name --auxiliary"),
         (("--task", "reader", "--out", "."), "cannot be a file"),
         (("--task", "reader", "--out", "no/such/folder/v.json"), "cannot be a file"),
@@ -437,7 +437,11 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
-    given: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    given: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -445,9 +449,8 @@ def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
-    with pytest.raises(InvalidInputError) as caught:
-        run("tiny", *given)
-    assert said in str(caught.value)
+    assert cli.main(["verify", "tiny", *given]) == cli.REFUSED
+    assert said in capsys.readouterr().err
 
 
 def test_the_questions_are_not_replaced_by_the_verdict(tmp_path: Path) -> None:
@@ -459,14 +462,14 @@ def test_the_questions_are_not_replaced_by_the_verdict(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_files_is_found_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(InvalidInputError, match=r"v\.json cannot be written \(Permission denied\)"):
-        run("no-model", "--task", "reader", "--out", tmp_path / "v.json")
+    assert cli.main(["verify", "x", "--task", "reader", "--out", str(tmp_path / "v.json")]) == 2
+    assert "v.json cannot be written (Permission denied)" in capsys.readouterr().err
 
 
 def test_full_prefill_that_scores_nothing_is_called_so(

@@ -6,6 +6,7 @@ can bring some.  It names a module with
     HELP: str                                                 one line
     add_arguments(parser: argparse.ArgumentParser) -> None
     run(arguments: argparse.Namespace) -> int                 the exit code
+    kept(arguments: argparse.Namespace) -> str                what Ctrl-C leaves; may be missing
 
 Importing the module has to be light: what is heavy is imported inside `run`.  This module knows
 no command, but who brings those that are not installed.
@@ -15,8 +16,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
+import socket
 import sys
-from contextlib import contextmanager
+import threading
+import time
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
@@ -25,10 +31,13 @@ from kvcache_rag.errors import KVCacheRagError, close_to, expanded
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 GROUP: Final = "kvcache_rag.commands"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+# How argparse tells of an option that a value of it was refused.
+_OF_VALUE: Final = re.compile(r"^argument (.+?): (?=must |cannot )")
 
 # transformers reads them when it is imported, here and in processes that are started meanwhile.
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -40,6 +49,29 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX),
     **dict.fromkeys(("build", "playground", "serve"), "kvcache-rag[server]"),
     **dict.fromkeys(("bench", "eval", "finetune", "verify"), "kvcache-rag[lab]"),
+}
+
+
+# What had another name before, in 0.1 or since: an option or an action, and what it is now.
+FORMER: Final = {
+    **dict.fromkeys(("--store", "--kv"), "--kv-dir"),
+    "--store-bytes": "--kv-max-bytes",
+    **dict.fromkeys(("--codec", "--codecs"), "--kv-codec"),
+    "--url": "--base-url",
+    "--engine": "--backend",
+    "--engine-key": "--backend-key",
+    "--allowed-host": "--allowed-hosts",
+    "--allowed-origin": "--allowed-origins",
+    "--overlap": "--chunk-overlap",
+    "--chunk": "--chunk-size",
+    "--tokens": "--max-new-tokens",
+    "--n": "--questions",
+    **dict.fromkeys(("--model", "--models"), "MODEL"),
+    **dict.fromkeys(("--persist-dir", "--host"), "--chroma"),
+    "--grace": "--min-age",
+    "--json": "--report",
+    "--kv-dir": "KV_DIR",
+    "verify": "check",
 }
 
 
@@ -66,12 +98,14 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
+        # The beginning of a name would be one until another option begins like it.
+        super().__init__(**{"allow_abbrev": False, **how})
         self.register("type", Path, lambda word: Path(expanded(word)))
 
     def error(self, message: str) -> NoReturn:
         """Say what was wrong, and leave."""
-        line = f"{self.prog}: error: {plain(message)} ({self.prog} --help lists what there is)"
+        message = _OF_VALUE.sub(r"\1 ", plain(message))
+        line = f"{self.prog}: error: {message} ({self.prog} --help lists what there is)"
         self.exit(REFUSED, f"{line}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -86,22 +120,43 @@ class ArgumentParser(argparse.ArgumentParser):
         if option is None:
             self.error(f"{words[0]!r} is one word too many; put quotes around what has spaces")
         name = option.partition("=")[0]
-        close = close_to(name, self._option_string_actions)
-        self.error(f"there is no option {name}{f'; did you mean {close}?' if close else ''}")
+        self.error(f"there is no option {name}{self._hint(name, self._names())}")
+
+    def _names(self) -> list[str]:
+        """Of all options and words."""
+        words = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+        return [*self._option_string_actions, *words]
+
+    @staticmethod
+    def _hint(name: str, known: Collection[str]) -> str:
+        """What something that is not known is called now, or was probably meant to be."""
+        now = FORMER.get(name, "")
+        if now in known:
+            return f"; it is {now} now" if now.islower() else f"; say {now} without it"
+        close = close_to(name, known)
+        return f"; did you mean {close}?" if close else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         known = [*map(str, action.choices)]
-        close = close_to(str(value), known)
-        hint = f"; did you mean {close}?" if close else ""
         is_action = isinstance(action, argparse._SubParsersAction)
-        message = f"there is no {value!r} among {', '.join(known)}{hint}"
+        message = f"there is no {value!r} among {', '.join(known)}{self._hint(str(value), known)}"
         raise argparse.ArgumentError(None if is_action else action, message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvcache-rag` with `argv`, by default those of the process; returns the exit code."""
+    farewell = Farewell()
+    # Who calls it as a function has his own handlers, and goes on living.
+    with ended_soon(farewell.say) if argv is None else nullcontext():
+        try:
+            return _main(argv, farewell)
+        except SystemExit as left:  # argparse has said what it had to say
+            return int(left.code or 0)
+
+
+def _main(argv: Sequence[str] | None, farewell: Farewell) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     parser = _parser()
@@ -117,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return REFUSED
     rest = [*words[at + 1 :], "--help"] if options.help else words[at + 1 :]
-    return _guarded(words[at], rest, debug=options.debug)
+    return _guarded(words[at], rest, farewell, debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -195,12 +250,14 @@ def _load(point: EntryPoint) -> Command:
     return cast("Command", module)
 
 
-def _guarded(name: str, words: Sequence[str], *, debug: bool) -> int:
+def _guarded(name: str, words: Sequence[str], farewell: Farewell, *, debug: bool) -> int:
     debug = debug or "--debug" in words
     try:
-        return _run(name, [word for word in words if word != "--debug"])  # also behind an action
+        # also behind an action
+        return _run(name, [word for word in words if word != "--debug"], farewell)
     except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+        farewell.say()
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (`| head`); without this the interpreter complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -215,13 +272,16 @@ def _guarded(name: str, words: Sequence[str], *, debug: bool) -> int:
         return _complain(f"{type(error).__name__}: {_say(error)} (run again with --debug)", FAILED)
 
 
-def _run(name: str, words: Sequence[str]) -> int:
+def _run(name: str, words: Sequence[str], farewell: Farewell) -> int:
     command = _find(name)
     parser = ArgumentParser(prog=f"kvcache-rag {name}", description=command.HELP)
     command.add_arguments(parser)
     _add_debug(parser)
+    arguments = parser.parse_args(words)
+    if hasattr(command, "kept"):
+        farewell.kept = command.kept(arguments)
     with _quiet_transformers():
-        code = command.run(parser.parse_args(words))
+        code = command.run(arguments)
     sys.stdout.flush()
     return code
 
@@ -244,6 +304,64 @@ def _quiet_transformers() -> Iterator[None]:
                 os.environ[name] = value
 
 
+# ---------------------------------------------------------------------- Ctrl-C
+# Python raises KeyboardInterrupt between two instructions of the main thread.  An import of a large
+# library or an operation of torch is one instruction, and behind it pools wait for what they have
+# begun.  So a thread hears of the signal at once, and ends the process if it is there a moment
+# later.  What is stored is whole at any time: chunks are written as for a process that is killed.
+_SOON: Final = 0.8  # seconds in which a command may end by itself
+
+
+class Farewell:
+    """Says once that a command was stopped, and what was kept.
+
+    Attributes:
+        kept: What to say behind "stopped"; "" for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.kept = ""
+        self._lock, self._is_said = threading.Lock(), False
+
+    def say(self) -> None:
+        """On the standard error."""
+        with self._lock:
+            if self._is_said:
+                return
+            self._is_said = True
+        kept = f"; {self.kept}" if self.kept else ""
+        sys.stderr.write(f"kvcache-rag: stopped{kept}\n")
+        sys.stderr.flush()
+
+
+@contextmanager
+def ended_soon(say: Callable[[], None]) -> Iterator[None]:
+    """Within this, SIGINT ends the process; who has a handler of his own is left alone.
+
+    Args:
+        say: Called before the process is ended.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reading, say), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+def _watch(reading: socket.socket, say: Callable[[], None]) -> None:
+    while number := reading.recv(1):
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if number[0] == signal.SIGINT and is_ours:
+            time.sleep(_SOON)
+            say()
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
+
+
+# ---------------------------------------------------------------------- messages
 def _say(error: BaseException) -> str:
     """The message of an error as one line."""
     if isinstance(error, OSError) and error.filename is not None:

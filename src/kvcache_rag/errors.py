@@ -19,6 +19,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
+from fractions import Fraction
 from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
@@ -174,6 +176,25 @@ def expanded(path: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(path))
 
 
+_UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(?:b|bytes?)?", re.IGNORECASE)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, as people write it: 10GB, 1.5 MiB, 4096.
+
+    Raises:
+        ValueError: If it is none; its message is the rest of a sentence.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"must be a number of bytes such as 10GB, not {text!r}")
+    power = _UNITS[found[2].lower()]
+    if found[3]:
+        power = 1024 ** list(_UNITS).index(found[2].lower())
+    return int(Fraction(found[1]) * power)
+
+
 @cache
 def _plain_settings(owner: Callable[..., Any]) -> tuple[tuple[str, frozenset[str]], ...]:
     found: dict[str, frozenset[str]] = {}
@@ -288,4 +309,5 @@ def first_problem(problems: Iterable[Mapping[str, Any]]) -> InvalidInputError:
     if isinstance(cause, InvalidInputError):
         return cause
     where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    said = said.replace("Input should be", "must be")
     return InvalidInputError(f"{where} cannot be used: {said}")

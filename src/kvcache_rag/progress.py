@@ -58,6 +58,16 @@ def dimmed(text: str, stream: TextIO) -> str:
     return f"\x1b[2m{text}\x1b[0m" if is_rich(stream) else text
 
 
+def tell(text: str) -> None:
+    """What begins now and takes a while, before torch is imported for it.
+
+    Who has it already, such as an app that runs a command, does not wait for that.
+    """
+    if "torch" not in sys.modules:
+        sys.stderr.write(dimmed(f"{text} ...", sys.stderr) + "\n")
+        sys.stderr.flush()
+
+
 def plain(text: str) -> str:
     r"""A text that may come from anywhere, on one line and harmless to a terminal.
 

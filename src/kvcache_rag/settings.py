@@ -8,6 +8,7 @@ is loaded by whoever opens something.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
@@ -26,6 +27,7 @@ from pydantic import (
 
 from kvcache_rag.errors import (
     InvalidInputError,
+    byte_count,
     check_name,
     expanded,
     first_problem,
@@ -88,7 +90,15 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
     return template
 
 
+def _size(value: Any) -> Any:
+    return byte_count(value) if isinstance(value, str) else value
+
+
+DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
+"""In what a command loads a model; Python takes any dtype of torch."""
+
 _PATH: Final = BeforeValidator(_path)
+_SIZE: Final = BeforeValidator(_size)
 
 PathText = Annotated[str, _PATH]
 """A path or a name as text, given as either; `~` is the home folder."""
@@ -97,10 +107,19 @@ FilePath = Annotated[Path, _PATH]
 """A path as such."""
 
 
+Bytes = Annotated[int, _SIZE]
+"""A number of bytes, as such or as a text such as 10GB."""
+
+
 def is_path(field: FieldInfo) -> bool:
     """Whether an option is a `PathText` or a `FilePath`, or may be one."""
     kinds = get_args(field.annotation)
     return _PATH in field.metadata or any(kind in (PathText, FilePath) for kind in kinds)
+
+
+def is_size(field: FieldInfo) -> bool:
+    """Whether an option is a number of `Bytes`, or may be one."""
+    return _SIZE in field.metadata or Bytes in get_args(field.annotation)
 
 
 OPTIONS: Final = ConfigDict(
@@ -117,9 +136,9 @@ class StoreOptions(BaseModel):
     kv_dir: PathText | None = None
     """Folder of the chunks' keys and values, or a URL (s3://bucket/folder); without it they are
     kept in memory only."""
-    kv_max_bytes: int | None = Field(default=None, gt=0)
-    """Limit of that folder: the least recently used chunks go first; who serves a URL limits it
-    there."""
+    kv_max_bytes: Bytes | None = Field(default=None, gt=0)
+    """Limit of that folder, such as 10GB: the least recently used chunks go first; who serves a URL
+    limits it there."""
     kv_codec: Literal["native", "int8", "int4"] | None = None
     """Form of the chunks there: native (if nothing is said), or in half or a quarter of the bytes
     int8 or int4; on a CPU int8 is also the form in memory."""
@@ -327,6 +346,33 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
     revision: str | None = None
     """Commit, branch or tag of a model on the hub; without it its default."""
 
+    def check(self) -> None:
+        """Say before torch is loaded what of it will be refused.
+
+        Raises:
+            InvalidInputError: If a model, a file or an adapter is not there, or a device or dtype
+                is none.
+        """
+        from kvcache_rag.models.adapters import NO_ADAPTER, adapter_folder
+        from kvcache_rag.models.names import check_there
+        from kvcache_rag.verdict import Verdict
+
+        options = {**self.model_kwargs, **({"revision": self.revision} if self.revision else {})}
+        check_there(self.model, options=options)
+        if self.tokenizer is not None:
+            check_there(self.tokenizer, "tokenizer", self.tokenizer_kwargs)
+        if self.auxiliary is not None:
+            check_there(self.auxiliary)
+        if self.adapter is not None and self.adapter != NO_ADAPTER:
+            adapter_folder(self.adapter)
+        if self.gate is not None:
+            Verdict.load(self.gate)
+        if self.device is not None:
+            check_device(self.device)
+        if self.dtype not in DTYPES:
+            names = ", ".join(DTYPES)
+            raise InvalidInputError(f"there is no dtype {self.dtype!r} to load in; say {names}")
+
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written for a model that brings `brought`."""
         template = self.template or brought or PromptTemplate()
@@ -487,6 +533,20 @@ class LocalSettings(EngineSettings, StoreSettings):
         if self.backend == "llama.cpp":
             place = "cpu"
         return found if found.is_attended and place == "cpu" else None
+
+
+# What torch may know as one: further libraries bring some.
+_DEVICE: Final = re.compile(r"(cpu|cuda|mps|(?!cpu|cuda|mps|gpu)[a-z_]+)(:[0-9]+)?")
+
+
+def check_device(name: str) -> None:
+    """Refuse, before torch is loaded, what is not even of the form of a device.
+
+    Raises:
+        InvalidInputError: As torch's own refusal is told.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1")
 
 
 def is_url(place: str) -> bool:

@@ -2,7 +2,7 @@
 
 Law: whatever the bytes are, they are refused by `CorruptChunkError`, or the header is that of the
 chunk asked for, its checksum that of the payload, and the payload what is read.  What the
-safetensors library reads in such a file is the same, and `store verify`, which knows of a file
+safetensors library reads in such a file is the same, and `store check`, which knows of a file
 nothing but its name, finds no more in it than there is.
 
 That is not "the very chunk": atheris sees both sides of a comparison and writes the right checksum

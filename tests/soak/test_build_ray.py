@@ -27,7 +27,7 @@ def test_ray_data_builds_what_is_missing(tmp_path: Path) -> None:
     write_lines(corpus, [*texts, "long " * 2000])
     corpus.write_text(corpus.read_text() + "{broken\n")
     words = ["build", model, str(corpus), "--kv-dir", str(store), "--batch", "4"]
-    words += ["--engine", "ray", "--workers", "2", "--json", str(tmp_path / "o.json")]
+    words += ["--engine", "ray", "--workers", "2", "--report", str(tmp_path / "o.json")]
     done = subprocess.run(
         [sys.executable, "-m", "kvcache_rag.cli", *words],
         capture_output=True, text=True, timeout=280, cwd=tmp_path,

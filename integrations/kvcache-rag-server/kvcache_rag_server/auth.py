@@ -13,8 +13,8 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.stream import in_thread
 from kvcache_rag_server.backend import Failed
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.keys import METRICS_NAMESPACE, ApiKeys, new_key
-from kvcache_rag_server.lifecycle import Caller, Exchanges
+from kvcache_rag_server.keys import METRICS_NAMESPACE, ApiKeys, Caller, new_key
+from kvcache_rag_server.lifecycle import Exchanges
 from kvcache_rag_server.settings import ServerSettings
 
 __all__ = ["Anonymous", "Authenticator", "ByKey", "authenticator", "new_key"]

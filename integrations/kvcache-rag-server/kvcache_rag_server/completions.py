@@ -14,7 +14,8 @@ from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.backend import BackendRequest, Started
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.lifecycle import AppContext, Caller, respond
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import AppContext, respond
 from kvcache_rag_server.requests import ChatRequest, CompletionRequest, work_of
 from kvcache_rag_server.responses import (
     ANSWERING,

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag_server.lifecycle import Caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +42,19 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NO_LINK: Final[int] = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls, as the server's authentication says; never what a body says.
+
+    Attributes:
+        namespace: Tenant whose chunks are seen; "" without keys.
+        key_id: Name of the API key, for limits, logs and metrics; never the key itself.
+    """
+
+    namespace: str = ""
+    key_id: str = "anonymous"
 
 
 @dataclass(frozen=True)

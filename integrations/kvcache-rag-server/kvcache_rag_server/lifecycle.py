@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag_server.auth import KeyReloader
     from kvcache_rag_server.backend import Backend, BackendRequest, Event
+    from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.responses import CompletionForm
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
@@ -43,19 +44,6 @@ _Got = TypeVar("_Got")
 
 CLIENT_LEFT: Final = 499
 """Status of an answer whose client went away (nginx's number)."""
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Who calls, as the server's authentication says; never what a body says.
-
-    Attributes:
-        namespace: Tenant whose chunks are seen; "" without keys.
-        key_id: Name of the API key, for limits, logs and metrics; never the key itself.
-    """
-
-    namespace: str = ""
-    key_id: str = "anonymous"
 
 
 class Limiter(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
     from kvcache_rag_server.backend import Backend, BackendRequest, PromptWriter
-    from kvcache_rag_server.lifecycle import Caller
+    from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.settings import RequestLimits
 
 RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete

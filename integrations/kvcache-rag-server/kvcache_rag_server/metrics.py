@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 
 from kvcache_rag_server.auth import BEARER
 from kvcache_rag_server.backend import Backend, BackendRequest, Event, Failed, Finished, Started
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, Caller
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext
 from kvcache_rag_server.responses import error_responses
 
 if TYPE_CHECKING:

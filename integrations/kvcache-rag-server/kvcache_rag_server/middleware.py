@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag_server.auth import Authenticator
     from kvcache_rag_server.bodies import Bodies, HeldBody
-    from kvcache_rag_server.lifecycle import Caller
+    from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
 

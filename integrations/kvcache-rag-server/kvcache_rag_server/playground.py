@@ -17,13 +17,14 @@ from starlette.responses import Response
 
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
-from kvcache_rag.models.pretrained import TINY
+from kvcache_rag.models.names import TINY
 from kvcache_rag.stitching.stitch import SpanKind
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.completions import chat_work
 from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
 from kvcache_rag_server.requests import ChatRequest, Text
 from kvcache_rag_server.responses import ANSWERING, error_responses
 

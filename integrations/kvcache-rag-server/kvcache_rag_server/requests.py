@@ -18,7 +18,8 @@ from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.named import names_with_ratio
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.lifecycle import AppContext, Caller
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import AppContext
 
 
 def _whole(text: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.settings import FilePath, LocalSettings, PathText, Settings
+from kvcache_rag.settings import Bytes, FilePath, LocalSettings, PathText, Settings, check_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,13 +27,13 @@ class RequestLimits(Settings):
 
     max_documents: int = Field(default=64, ge=1)
     """Documents of one request."""
-    max_document_bytes: int = Field(default=1 << 20, ge=1)
+    max_document_bytes: Bytes = Field(default=1 << 20, ge=1)
     """Bytes of one document's text, as UTF-8."""
-    max_body_bytes: int = Field(default=8 << 20, ge=1)
+    max_body_bytes: Bytes = Field(default=8 << 20, ge=1)
     """Bytes of the body of one request."""
     max_body_seconds: int = Field(default=15, ge=1)
     """Seconds within which the whole body has to be there."""
-    max_total_body_bytes: int = Field(default=64 << 20, ge=1)
+    max_total_body_bytes: Bytes = Field(default=64 << 20, ge=1)
     """Bytes of the bodies of all requests that are read, answered or wait; a fourth of it is kept
     for small ones."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -70,8 +70,8 @@ class ServerSettings(LocalSettings, RequestLimits):
     policy: str = ""
     """What is reused for requests that name no policy, such as cacheblend:0.2; without it reuse on
     a model that was trained for cached chunks, else bestlast."""
-    memory_bytes: int = Field(default=1 << 30, gt=0)
-    """Limit of the memory before the folder."""
+    memory_bytes: Bytes = Field(default=1 << 30, gt=0)
+    """Limit of the memory before the folder, such as 4GB."""
     backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more
     """What runs the model: in this process transformers, or llama.cpp, which takes GGUF files as
     they are (4 bits stay 4 bits); or vllm at its servers."""
@@ -111,6 +111,8 @@ class ServerSettings(LocalSettings, RequestLimits):
         self._check_backend()
         if self.policy:
             policy_by_name(self.policy)
+        if self.prefetch not in ("off", "same"):
+            check_device(self.prefetch)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
             raise InvalidInputError(
                 f"{self.host} can be reached from other machines and there are no API keys; give "
@@ -138,6 +140,13 @@ class ServerSettings(LocalSettings, RequestLimits):
                 f"--{min(own).replace('_', '-')} is for a model in this process; leave it out, and "
                 "tell it to the servers of vLLM"
             )
+
+    def check(self) -> None:
+        from kvcache_rag_server.keys import ApiKeys
+
+        super().check()
+        if self.api_keys is not None and not self.api_keys.is_file():
+            ApiKeys.load(self.api_keys)  # which says so
 
     @property
     def name(self) -> str:

@@ -9,7 +9,8 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Path
 
 from kvcache_rag_server.errors import ApiError
-from kvcache_rag_server.lifecycle import AppContext, Caller
+from kvcache_rag_server.keys import Caller
+from kvcache_rag_server.lifecycle import AppContext
 from kvcache_rag_server.requests import check_model
 from kvcache_rag_server.responses import (
     Model,

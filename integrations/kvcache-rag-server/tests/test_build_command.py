@@ -49,7 +49,7 @@ def test_builds_then_says_that_there_is_nothing_to_do(
     model: str, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, summary = tmp_path / "kv", tmp_path / "summary.json"
-    words = ["build", model, corpus, "--kv-dir", str(store), "--json", str(summary)]
+    words = ["build", model, corpus, "--kv-dir", str(store), "--report", str(summary)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 chunks: 4 prefilled, 0 already there\n")
@@ -193,8 +193,11 @@ def test_an_interrupted_build_says_how_far_it_came(
     monkeypatch.setattr(Worker, "build", stopped)
     summary = tmp_path / "o.json"
     words = ["build", model, corpus, "--kv-dir", str(tmp_path / "kv"), "--batch", "1"]
-    assert cli.main([*words, "--json", str(summary)]) == 130
-    assert "stopped: 3 prefilled, 0 already there; run it again" in capsys.readouterr().err
+    assert cli.main([*words, "--report", str(summary)]) == 130
+    *_, counts, farewell = capsys.readouterr().err.splitlines()
+    assert counts == "until then: 3 prefilled, 0 already there"
+    kept = f"chunks that are in {tmp_path / 'kv'} are kept, the same command goes on from there"
+    assert farewell == f"kvcache-rag: stopped; {kept}"
     found = json.loads(summary.read_text())
     assert (found["is_complete"], found["prefilled"]) == (False, 3)
 
@@ -205,7 +208,7 @@ BAD = [
     (["{corpus}", "--chroma", "x", "--collection", "y"], "say what to build"),
     (["--chroma", "x"], "--chroma and --collection belong together"),
     (["--chroma", "x", "--collection", "y"], "there is no Chroma database in"),
-    (["{corpus}", "--workers", "0"], "there can be 1 to 1024 workers, not 0"),
+    (["{corpus}", "--workers", "0"], "--workers must be at least 1 and at most 1024, not 0"),
     (["{corpus}", "--workers", "2", "--engine", "threads"], "say --engine processes"),
     (["{corpus}", "--batch", "0"], "--batch must be at least 1"),
     (["{corpus}", "--chunk-size", "10", "--chunk-overlap", "10"], "--chunk-overlap must be"),
@@ -215,7 +218,7 @@ BAD = [
     (["{corpus}", "--kv-dir", "/proc/1/kv"], "the store /proc/1/kv cannot be written"),
     (["{corpus}", "--kv-dir", "nonsense://x"], "fsspec knows no protocol 'nonsense'"),
     (["{corpus}", "--template", "{folder}"], "there is no prompt_template.json in"),
-    (["{corpus}", "--json", "{folder}/gone/o.json"], "cannot be a file"),
+    (["{corpus}", "--report", "{folder}/gone/o.json"], "cannot be a file"),
 ]
 
 
@@ -233,7 +236,7 @@ def test_bad_arguments_are_one_sentence_before_a_model_is_loaded(
     folder.mkdir()
     given = [word.format(corpus=corpus, folder=folder) for word in words]
     store = [] if "--kv-dir" in given else ["--kv-dir", str(tmp_path / "kv")]
-    assert cli.main(["build", "no/such/model", *given, *store]) == 2
+    assert cli.main(["build", "tiny", *given, *store]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1

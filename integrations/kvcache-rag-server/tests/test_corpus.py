@@ -322,9 +322,9 @@ def test_torsos_of_killed_workers_go_and_nothing_else(
 def test_a_store_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="is not a folder"):
-        BuildSettings(model="tiny", kv_dir=str(tmp_path / "file")).check()
+        BuildSettings(model="tiny", kv_dir=str(tmp_path / "file")).check_store()
     with pytest.raises(InvalidInputError, match=r"the store /proc/1/kv cannot be written"):
-        BuildSettings(model="tiny", kv_dir="/proc/1/kv").check()
+        BuildSettings(model="tiny", kv_dir="/proc/1/kv").check_store()
 
 
 def test_an_empty_corpus_is_said(settings: BuildSettings, tmp_path: Path) -> None:

@@ -356,8 +356,8 @@ def test_no_browser_is_opened_where_none_is_wanted(
         raise AssertionError("a thread was started")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert cli.main(["playground", "folder", "--no-browser"]) == 0
-    assert served[0].model == "folder"
+    assert cli.main(["playground", "tiny", "--no-browser"]) == 0
+    assert served[0].model == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -390,15 +390,18 @@ def test_without_a_model_it_says_which_there_are(
     assert served == []
 
 
-@pytest.mark.parametrize("words", [["tiny"], ["--model", "tiny"]])
-def test_a_model_is_named_either_way(served: list[ServerSettings], words: list[str]) -> None:
-    assert cli.main(["serve", *words]) == 0
-    assert served[0].model == "tiny"
+def test_a_model_is_named_by_the_line_or_by_the_file(
+    served: list[ServerSettings], tmp_path: Path
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("model: smollm2\nport: 0\n")
+    assert cli.main(["serve", "tiny"]) == 0
+    assert cli.main(["serve", "tiny", "--config", str(file)]) == 0
+    assert [(one.model, one.port) for one in served] == [("tiny", 8000), ("tiny", 0)]
 
 
 def test_it_serves_no_other_machine(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["playground", "--host", "0.0.0.0"])
+    assert cli.main(["playground", "--host", "0.0.0.0"]) == 2
     assert "--host" in capfd.readouterr().err
 
 

@@ -16,7 +16,7 @@ from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_back
 
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink, MemoryStore, Reuse
 from kvcache_rag.generation.explain import TokenState
-from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.models.names import PACKAGED
 from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.backend import Finished, Piece, Started

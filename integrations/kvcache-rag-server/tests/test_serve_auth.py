@@ -23,7 +23,7 @@ from kvcache_rag_server import auth, keys, middleware
 from kvcache_rag_server.backend import BackendRequest, Event, Finished, Piece, Started
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.errors import headers as error_headers
-from kvcache_rag_server.lifecycle import Caller
+from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.limits import Places
 from kvcache_rag_server.settings import ServerSettings
 

@@ -48,7 +48,7 @@ def test_commands_see_each_of_the_two_folders_alone(tmp_path: Path, capsys: Any)
     engine.add(TEXTS)
     engine.add_combination([TEXTS])
     for place, chunks in ((folder, 3), (folder / "combinations", 2)):  # and the prefix of each
-        assert main(["store", "verify", str(place)]) == 0
+        assert main(["store", "check", str(place)]) == 0
         assert f"{chunks} files" in capsys.readouterr().out
         assert main(["store", "ls", str(place)]) == 0
         assert capsys.readouterr().out.count("namespace ") == 1

@@ -10,7 +10,7 @@ import pytest
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.errors import ApiError, headers
-from kvcache_rag_server.lifecycle import Caller
+from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.limits import Places, RequestLimiter
 from kvcache_rag_server.settings import RequestLimits, ServerSettings
 

@@ -21,7 +21,7 @@ from kvcache_rag_server.backend import (
     Piece,
     Started,
 )
-from kvcache_rag_server.lifecycle import Caller
+from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.metrics import ServerTelemetry
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from small import make_model, make_tokenizer
 
 from kvcache_rag import cli
-from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.models.names import PACKAGED
 from llama_index.kvcache_rag import HashEmbedding
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles
@@ -103,7 +103,7 @@ def test_nodes_of_an_earlier_version_are_not_retrieved(small: str, tmp_path: Pat
 def test_both_answers_are_told_and_the_second_run_reuses_all(
     command: Callable[..., tuple[str, str]], small: str
 ) -> None:
-    ask = ("--model", small, "--questions", "5", "--threads", "1")
+    ask = (small, "--questions", "5", "--threads", "1")
     first, _ = command(*ask)
     assert "6 articles; 6 chunks" in first
     assert "6 chunks prefilled in" in first
@@ -113,16 +113,16 @@ def test_both_answers_are_told_and_the_second_run_reuses_all(
     assert "policy Reuse(" in first
     assert "adapter none, 1 thread\n" in first
     assert max(map(len, first.replace(small, "model").splitlines())) <= 88
-    second, _ = command(*ask, "--json", "out.json")
+    second, _ = command(*ask, "--report", "out.json")
     assert "no chunk prefilled" in second
 
 
 def test_json_says_all_of_it(
     command: Callable[..., tuple[str, str]], small: str, tmp_path: Path
 ) -> None:
-    ask = ("--model", small, "--questions", "5", "--policy", "legolink:4")
+    ask = (small, "--questions", "5", "--policy", "legolink:4")
     printed, _ = command(*ask, "--json")
-    told, _ = command(*ask, "--json", "out.json")
+    told, _ = command(*ask, "--report", "out.json")
     assert "cached chunks" in told
     first, second = json.loads(printed), json.loads((tmp_path / "out.json").read_text())
     assert first.keys() == second.keys()
@@ -139,7 +139,7 @@ def test_json_says_all_of_it(
 def test_a_ratio_below_the_least_fails_with_one_sentence(
     command: Callable[..., tuple[str, str]], small: str, tmp_path: Path
 ) -> None:
-    ask = ("--model", small, "--questions", "1", "--json", "out.json")
+    ask = (small, "--questions", "1", "--report", "out.json")
     told, errors = command(*ask, "--min-ratio", "1e6", code=1)
     assert "times sooner" in told
     *_, sentence = errors.strip().splitlines()
@@ -157,7 +157,7 @@ def test_a_ratio_below_the_least_fails_with_one_sentence(
         (["--threads", "0"], "--threads must be at least 1"),
         (["--top-k", "-1"], "--top-k must be at least 1"),
         (["--seed", "3"], "--seed decides the facts that tiny is asked about; leave it out"),
-        (["--json", "nowhere/out.json"], "there is no folder for --json nowhere/out.json"),
+        (["--report", "nowhere/out.json"], "nowhere/out.json cannot be a file; name one in a"),
         (["--policy", "magic"], "magic"),
         (["--adapter", "nowhere"], "nowhere"),
     ],
@@ -165,7 +165,7 @@ def test_a_ratio_below_the_least_fails_with_one_sentence(
 def test_a_mistake_is_one_sentence(
     command: Callable[..., tuple[str, str]], small: str, words: list[str], sentence: str
 ) -> None:
-    told, errors = command("--model", small, *words, code=2)
+    told, errors = command(small, *words, code=2)
     assert told == ""
     assert errors.startswith("kvcache-rag: error: ")
     assert sentence in errors
@@ -178,7 +178,7 @@ def test_the_missing_package_is_told_with_its_command(
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("kvcache_rag.models.pretrained.distribution", missing)
+    monkeypatch.setattr("kvcache_rag.models.names.distribution", missing)
     told, errors = command(code=2)
     assert told == ""
     assert errors == (
@@ -246,7 +246,7 @@ def test_smollm2_answers_from_the_articles_both_ways(
     articles = [one for one in read_articles() if one.name == TOLD]
     monkeypatch.setattr(demo_articles, "read_questions", lambda: asked)
     monkeypatch.setattr(demo_articles, "read_articles", lambda: articles)
-    told, _ = command("--adapter", "none", "--top-k", "3", "--json", "out.json")
+    told, _ = command("--adapter", "none", "--top-k", "3", "--report", "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert "model smollm2 (134.52 M parameters), adapter none" in told
     assert (found["documents"], found["misses"]) == (1, 0)

@@ -56,7 +56,7 @@ def index() -> VectorStoreIndex:
         ({"policy": 3}, "^policy must be such as .*, not 3$"),
         ({"policy": "fast"}, "^there is no policy 'fast'"),
         ({"max_new_tokens": 0}, "^max_new_tokens cannot be used: [^\n]*$"),
-        ({"kv_max_bytes": "10GB"}, "^kv_max_bytes cannot be used: [^\n]*$"),
+        ({"kv_max_bytes": "ten GB"}, "^kv_max_bytes cannot be used: [^\n]*$"),
         ({"kv_dir": 3}, "^kv_dir cannot be used: must be a path, not a int$"),
         ({"kv_codec": "int2"}, "^kv_codec cannot be used"),
         ({"kv_ttl": 0}, "^kv_ttl cannot be used"),

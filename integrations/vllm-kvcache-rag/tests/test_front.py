@@ -535,7 +535,7 @@ async def test_what_is_no_vllm_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "sglang"}, "backend cannot be used: Input should be"),
+        ({"backend": "sglang"}, "backend cannot be used: must be"),
         ({"backend": "vllm"}, "needs its servers: --base-url"),
         ({"base_url": ("http://a",)}, "are for servers: say --backend vllm"),
         ({"backend_key": "file"}, "are for servers: say --backend vllm"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
-from kvcache_rag.settings import PathText, StoreSettings
+from kvcache_rag.settings import Bytes, PathText, StoreSettings
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
 from vllm_kvcache_rag.keys import specs
 from vllm_kvcache_rag.transfer.grants import GrantKey
@@ -27,7 +27,7 @@ _CODEC: Final = "native"
 class ConnectorSettings(StoreSettings):
     """What `kv_connector_extra_config` says to one engine."""
 
-    memory_bytes: int = Field(default=0, ge=0)
+    memory_bytes: Bytes = Field(default=0, ge=0)
     """Bytes of chunks that each worker keeps in memory before the store."""
     key_file: PathText | None = None
     """File of the key that the front end has, too; without it that of the environment."""

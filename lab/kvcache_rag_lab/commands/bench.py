@@ -15,8 +15,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import DEFAULT_POLICY, FOLDER, check_file, duration, size
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.listing import FOLDER, duration, size
+from kvcache_rag.commands.options import (
+    add_chunking,
+    add_max_new_tokens,
+    add_model,
+    add_options,
+    add_policy,
+    add_report,
+    add_threads,
+    add_top_k,
+    check_chunking,
+    check_file_there,
+    nbytes,
+    new_file,
+    ready,
+    whole,
+)
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plural, table
 
@@ -34,7 +49,7 @@ CHUNK: Final = 512  # tokens of a chunk of random words
 
 PIECE: Final = 256  # of a corpus's files
 
-BUDGETS: Final = (1.0, 4.0, 16.0)  # GB
+BUDGETS: Final = (10**9, 4 * 10**9, 16 * 10**9)  # bytes
 
 NAMESPACE: Final = "kvcache-rag bench"
 
@@ -49,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_model(parser)
     options = ("backend", "adapter", "weight_format", "revision", "device", "dtype")
-    add_options(parser, LocalSettings, *options)
+    add_options(parser.add_argument_group("model"), LocalSettings, *options)
     timed = parser.add_argument_group(
         "what is timed",
         "Chunks in files lie in --kv-dir, where other chunks stay as they are, else in a temporary "
@@ -57,22 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     timed.add_argument(
         "--contexts",
-        type=int,
+        type=whole(_SHORTEST),
         nargs="+",
         metavar="TOKENS",
         help="of the chunks of a prompt (default: 1024 2048 4096, as far as they fit the model)",
     )
+    add_chunking(timed, f"default: {CHUNK}; of a corpus's files {PIECE}", least=_SHORTEST)
+    add_max_new_tokens(timed, 32, least=2)  # to time those behind the first
     timed.add_argument(
-        "--chunk-size",
-        type=int,
-        help=f"tokens of a chunk (default: {CHUNK}; of a corpus's files {PIECE})",
+        "--rounds", metavar="N", type=whole(), default=7, help="of all sides in turns (default: 7)"
     )
-    timed.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
-    timed.add_argument("--rounds", type=int, default=7, help="of all sides in turns (default: 7)")
-    timed.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
-    timed.add_argument(
-        "--policy", metavar="NAME", help=f"of answers over cached chunks {DEFAULT_POLICY}"
-    )
+    add_threads(timed)
+    add_policy(timed)
     add_options(timed, LocalSettings, "kv_dir", "kv_codec")
     own = parser.add_argument_group("your corpus and questions")
     own.add_argument(
@@ -88,41 +99,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='questions in the order in which they come: JSON lines ({"question": ...}) in .jsonl, '
         "else one a line",
     )
-    own.add_argument("--top-k", type=int, default=4, help="chunks per question (default: 4)")
+    add_top_k(own, "default: 4", default=4)
     own.add_argument(
         "--embed",
         choices=("hash", "minilm"),
         default="hash",
-        help="what finds them: words and parts of words, or a small model (default: hash)",
+        help="what finds chunks: hash (words and parts of words) or minilm, a small model "
+        "(default: hash)",
     )
     own.add_argument(
         "--budgets",
-        type=float,
+        type=nbytes,
         nargs="+",
-        metavar="GB",
+        metavar="SIZE",
         default=list(BUDGETS),
-        help="sizes of a cache (default: 1 4 16)",
+        help="of a cache (default: 1GB 4GB 16GB)",
     )
-    own.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
     results = parser.add_argument_group("results")
-    results.add_argument("--json", metavar="FILE", type=Path, help="everything that was measured")
-    results.add_argument("--plot", metavar="FILE", type=Path, help=".svg, .png or .pdf")
+    add_report(results, "everything that was measured")
+    results.add_argument("--plot", metavar="FILE", type=new_file, help=".svg, .png or .pdf")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; what was measured when it is interrupted is written, too."""
+    from kvcache_rag.settings import EngineSettings
+
+    _check(arguments)
+    questions = read_queries(arguments.queries) if arguments.queries else []
+    settings = EngineSettings.of(arguments)
+    ready(settings)
     import torch
 
     from kvcache_rag.policies.named import given_policy
     from kvcache_rag_lab.evaluation.cost.speed import SpeedBench, SpeedPlan
 
-    _check(arguments)
     policy = given_policy(arguments.policy)
-    questions = read_queries(arguments.queries) if arguments.queries else []
     texts = _texts(arguments.corpus) if arguments.corpus else None
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    engine = _open(arguments)
+    engine = settings.open_engine(namespace=NAMESPACE)
     plan = SpeedPlan.of(
         engine,
         arguments.contexts or (),
@@ -144,10 +159,8 @@ def run(arguments: argparse.Namespace) -> int:
             report["complete"] = True
         finally:
             report["speed"] = bench.report()
-            if arguments.json:
-                _write(arguments.json, report)
-                if not report["complete"]:
-                    print(f"stopped: {arguments.json} has what was measured", file=sys.stderr)
+            if arguments.report:
+                _write(arguments.report, report)
     if arguments.plot:
         from kvcache_rag_lab.evaluation.cost.plot import draw
 
@@ -156,38 +169,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    if arguments.report:
+        return f"{arguments.report} has what was measured until then"
+    return "nothing of it is kept; --report FILE has what was measured until then"
+
+
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before anything is read."""
-    for name in ("contexts", "max_new_tokens", "rounds", "threads", "top_k"):
-        value = getattr(arguments, name)
-        values = value if isinstance(value, list) else [value]
-        if any(number is not None and number < 1 for number in values):
-            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.max_new_tokens < 2:
-        raise InvalidInputError(
-            "--max-new-tokens must be at least 2, to time those behind the first"
-        )
-    if min([arguments.chunk_size or CHUNK, *(arguments.contexts or ())]) < _SHORTEST:
-        raise InvalidInputError(f"--chunk-size and --contexts must be at least {_SHORTEST}")
-    if not all(0 < budget < float("inf") for budget in arguments.budgets):
-        raise InvalidInputError("--budgets must be above 0")
-    if not 0 <= arguments.chunk_overlap < (arguments.chunk_size or PIECE):
-        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
+    check_chunking(arguments.chunk_size or PIECE, arguments.chunk_overlap)
     if arguments.queries is not None and arguments.corpus is None:
         raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
-    for file in filter(None, (arguments.json, arguments.plot)):
-        check_file(file)
+    check_file_there("--queries", arguments.queries)
+    if arguments.corpus is not None and not arguments.corpus.exists():
+        raise InvalidInputError(
+            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
+        )
     if arguments.plot is not None:
         from kvcache_rag_lab.evaluation.report import check_plot
 
         check_plot(arguments.plot)
-
-
-def _open(arguments: argparse.Namespace) -> Engine:
-    from kvcache_rag.settings import EngineSettings
-
-    return EngineSettings.of(arguments).open_engine(namespace=NAMESPACE)
 
 
 def _stores(
@@ -295,7 +298,7 @@ def _corpus(
     if questions:
         embed = embedding_by_name(arguments.embed)
         found = nearest(pieces, questions, arguments.top_k, embed, show_progress=True)
-        recurrence = asdict(Recurrence.of(found, sizes, arguments.budgets))
+        recurrence = asdict(Recurrence.of(found, sizes, [one / 1e9 for one in arguments.budgets]))
     return {
         "chunks": len(pieces),
         "tokens": sum(lengths),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options
-from kvcache_rag.progress import markdown
+from kvcache_rag.commands.options import add_options, add_report, new_file, policy_name, whole
+from kvcache_rag.progress import markdown, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prompt.tokens import TextEncoder
     from kvcache_rag_lab.evaluation.tasks import TokenCounter
     from kvcache_rag_lab.scoring.ask import Cell, Records
     from kvcache_rag_lab.scoring.question import Task
@@ -45,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare tasks, cells, size and where results go."""
     from kvcache_rag.settings import EngineSettings
 
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        default=["tiny"],
+        help=f"{EngineSettings.model_fields['model'].description} Several are compared (default: "
+        "tiny)",
+    )
     tasks = parser.add_argument_group("questions")
     tasks.add_argument("--task", nargs="+", metavar="TASK", default=[READER], help=TASKS)
     tasks.add_argument(
@@ -53,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--questions",
         metavar="N",
-        type=int,
+        type=whole(),
         help="questions per task (default: all, 200 of a generator)",
     )
     tasks.add_argument(
@@ -66,31 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="score of the tables and differences (default: each task's)",
     )
-    tasks.add_argument("--seed", type=int, default=0, help="of questions and resamples (default 0)")
-    tasks.add_argument(
-        "--documents", type=int, default=6, help="per question of the reader (default 6)"
-    )
-    tasks.add_argument(
-        "--facts", type=int, default=4, help="per document of the reader (default 4)"
-    )
-    tasks.add_argument(
-        "--length", type=int, default=4096, help="tokens of a prompt of niah_* (default 4096)"
-    )
+    for flag, least, default, text in (
+        ("--seed", 0, 0, "of questions and resamples"),
+        ("--documents", 1, 6, "per question of the reader"),
+        ("--facts", 1, 4, "per document of the reader"),
+        ("--length", 1, 4096, "tokens of a prompt of niah_*"),
+    ):
+        text = f"{text} (default: {default})"
+        tasks.add_argument(flag, metavar="N", type=whole(least), default=default, help=text)
     compared = parser.add_argument_group("what is compared, every combination")
     compared.add_argument(
         "--policies",
         nargs="+",
         metavar="POLICY",
+        type=policy_name,
         default=["full", "reuse"],
         help=POLICIES,
-    )
-    compared.add_argument(
-        "--models",
-        "--model",
-        nargs="+",
-        metavar="MODEL",
-        default=["tiny"],
-        help="folder, hub name, GGUF file, smollm2 (default: tiny, the packaged reader)",
     )
     compared.add_argument(
         "--kv-codec",
@@ -99,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put chunks into files in these forms; native is always one of them",
     )
     compared.add_argument(
-        "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
+        "--k",
+        nargs="+",
+        metavar="N",
+        type=whole(),
+        help="documents per question, relevant ones first (default: all)",
     )
     add_options(
         compared,
@@ -112,12 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how far first tokens are from full prefill's; always with --kv-codec",
     )
     work = parser.add_argument_group("work and results")
-    work.add_argument("--batch", type=int, default=32, help="questions at a time (default 32)")
+    work.add_argument(
+        "--batch", metavar="N", type=whole(), default=32, help="questions at a time (default: 32)"
+    )
     work.add_argument(
         "--timed",
-        type=int,
+        metavar="N",
+        type=whole(0),
         default=16,
-        help="questions per task asked alone for their times (default 16)",
+        help="questions per task asked alone for their times (default: 16)",
     )
     work.add_argument(
         "--out",
@@ -125,26 +133,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="all results; run again to go on where a run was cut short, or to add policies",
     )
-    work.add_argument("--json", metavar="FILE", type=Path, help="the numbers of the tables")
+    add_report(work, "the numbers of the tables")
     work.add_argument(
-        "--plot", metavar="FILE", type=Path, help="quality against TTFT, .png or .svg"
+        "--plot", metavar="FILE", type=new_file, help="quality against TTFT, .png or .svg"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print tables with 95 % intervals, and write what was asked for."""
-    from kvcache_rag.models.pretrained import check_model
-    from kvcache_rag_lab.evaluation.runner import evaluate
+    from kvcache_rag.settings import EngineSettings
 
     _check(arguments)
     policies = _policies(arguments)
+    settings = [EngineSettings.of(arguments, model=model) for model in arguments.models]
+    for one in settings:
+        one.check()
     tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
     metrics = _metrics(arguments.metric, tasks)
+    tell(f"loading {', '.join(arguments.models)}")
+    from kvcache_rag.models.pretrained import check_model
+    from kvcache_rag_lab.evaluation.runner import evaluate
+
     cells = _cells(arguments, policies)
-    for model in arguments.models:
-        check_model(
-            model, arguments.backend or "transformers"
-        )  # before a bar promises thousands of answers
+    for one in settings:  # before a bar promises thousands of answers
+        check_model(one.model, one.backend)
     records = evaluate(
         tasks,
         cells,
@@ -160,6 +172,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _report(arguments, replace(records, metrics=metrics))
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    if arguments.out:
+        return (
+            f"{arguments.out} has the answers until then, and the same command goes on from there"
+        )
+    return "nothing of it is kept; with --out DIR the same command would go on from there"
 
 
 def _metrics(wanted: str | None, tasks: Sequence[Task]) -> dict[str, str]:
@@ -178,20 +199,12 @@ def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a model is loaded."""
     from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag_lab.evaluation.report import check_plot
 
-    for name in ("questions", "documents", "facts", "length", "batch", "k"):
-        argument = getattr(arguments, name)
-        values = argument if isinstance(argument, list) else [argument]
-        if any(value is not None and value < 1 for value in values):
-            raise InvalidInputError(f"--{name} must be at least 1")
-    if arguments.timed < 0 or arguments.seed < 0:
-        raise InvalidInputError("--timed and --seed must not be negative")
-    for file in filter(None, (arguments.json, arguments.plot)):
-        check_file(file)
     if arguments.data is not None and not arguments.data.is_dir():
         raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
     if arguments.plot is not None:
+        from kvcache_rag_lab.evaluation.report import check_plot
+
         check_plot(arguments.plot)
         if not arguments.timed:
             raise InvalidInputError("--plot shows times, and --timed 0 takes none; leave one out")
@@ -243,12 +256,17 @@ def _is_counted(name: str) -> bool:
 
 
 def _counter(model: str) -> TokenCounter:
-    """Tokens of a text by the tokenizer of a model."""
-    from kvcache_rag.models.pretrained import load_tokenizer, resolve
-    from kvcache_rag.prompt.tokens import TextEncoder
+    """Tokens of a text by the tokenizer of a model, which is loaded for the first one."""
 
-    tokenizer = load_tokenizer(resolve(model), {})
-    return lambda text: len(TextEncoder.of(tokenizer).encode_brought(text))
+    @cache
+    def encoder() -> TextEncoder:
+        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
+        from kvcache_rag.prompt.tokens import TextEncoder
+
+        return TextEncoder.of(load_tokenizer(resolve(model), {}))
+
+    return lambda text: len(encoder().encode_brought(text))
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
@@ -288,8 +306,8 @@ def _report(arguments: argparse.Namespace, records: Records) -> None:
     if arguments.out is not None:
         (arguments.out / "report.json").write_text(values, encoding="utf-8")
         (arguments.out / "report.md").write_text(table, encoding="utf-8")
-    if arguments.json is not None:
-        arguments.json.write_text(values, encoding="utf-8")
+    if arguments.report is not None:
+        arguments.report.write_text(values, encoding="utf-8")
     if arguments.plot is not None:
         draw(groups, arguments.plot, records.baseline)
     if arguments.out is not None and arguments.timed:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.options import (
+    add_model,
+    add_options,
+    check_file_there,
+    number,
+    ready,
+    whole,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -46,12 +53,15 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:WEIGHT]",
         help="of the reader's questions (default: mix, several kinds as in its own training)",
     )
+    for flag, default, text in (("documents", 6, "context"), ("facts", 4, "document")):
+        how: dict[str, Any] = {"type": whole(), "metavar": "N", "default": [default]}
+        data.add_argument(f"--{flag}", nargs="+", help=f"reader: per {text} ({default})", **how)
     data.add_argument(
-        "--documents", nargs="+", type=int, default=[6], help="reader: per context (6)"
-    )
-    data.add_argument("--facts", nargs="+", type=int, default=[4], help="reader: per document (4)")
-    data.add_argument(
-        "--questions", type=int, default=14, help="of one context, trained together at most (14)"
+        "--per-context",
+        metavar="N",
+        type=whole(),
+        default=14,
+        help="questions of one context, trained together at most (14)",
     )
     data.add_argument(
         "--plain",
@@ -59,9 +69,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help='JSONL of {"text"} or {"messages"}, under full attention (default: the documents)',
     )
-    data.add_argument(
-        "--holdout", type=int, default=64, help="contexts and texts kept to measure with (64)"
-    )
+    _add_count(data, "--holdout", 64, "contexts and texts kept to measure with")
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +93,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
     recipe.add_argument(
         "--block-share",
-        type=float,
+        metavar="SHARE",
+        type=number(0, 1),
         default=1.0,
         help="of document batches under the block mask (default 1, as TurboRAG; 0: the control)",
     )
@@ -95,19 +104,32 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         help="train each document batch under both masks, as Block-Attention",
     )
     recipe.add_argument(
-        "--plain-share", type=float, help="of plain batches (default 0.5; 0 for selection)"
+        "--plain-share",
+        metavar="SHARE",
+        type=number(0, 1),
+        help="of plain batches (default 0.5; 0 for selection)",
     )
-    recipe.add_argument("--steps", type=int, default=300, help="optimiser steps (300)")
-    recipe.add_argument("--accumulate", type=int, default=2, help="forward passes per step (2)")
+    _add_count(recipe, "--steps", 300, "optimiser steps")
+    _add_count(recipe, "--accumulate", 2, "forward passes per step")
     recipe.add_argument(
-        "--rate", type=float, help="highest learning rate (default 1e-5; 1e-4 with --lora)"
+        "--rate",
+        metavar="R",
+        type=number(above=True),
+        help="highest learning rate (default 1e-5; 1e-4 with --lora)",
     )
-    recipe.add_argument("--warm-up", type=float, default=0.03, help="share of the steps (0.03)")
-    recipe.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW (0)")
-    recipe.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient (1)")
-    recipe.add_argument("--seed", type=int, default=0, help="of data order and adapters (0)")
+    for flag, default, kind, text in (
+        ("--warm-up", 0.03, number(0, 1), "share of the steps (0.03)"),
+        ("--weight-decay", 0.0, number(), "of AdamW (0)"),
+        ("--clip", 1.0, number(above=True), "largest norm of the gradient (1)"),
+    ):
+        recipe.add_argument(flag, metavar="R", type=kind, default=default, help=text)
+    _add_count(recipe, "--seed", 0, "of data order and adapters", least=0)
     recipe.add_argument(
-        "--lora", metavar="RANK", type=int, default=0, help="train adapters (default: all weights)"
+        "--lora",
+        metavar="RANK",
+        type=whole(0),
+        default=0,
+        help="train adapters (default: all weights)",
     )
     recipe.add_argument(
         "--keep-adapter", action="store_true", help="write the adapter alone, not a merged model"
@@ -122,32 +144,42 @@ def _add_resources(parser: argparse.ArgumentParser) -> None:
     resources.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="of the computation (fp32)"
     )
-    resources.add_argument(
-        "--batch-tokens", type=int, default=4096, help="of a forward pass, padding included (4096)"
-    )
+    _add_count(resources, "--batch-tokens", 4096, "of a forward pass, padding included")
     resources.add_argument(
         "--gradient-checkpointing", action="store_true", help="less memory, a third more time"
     )
     resources.add_argument("--attention", help="transformers' attn_implementation, such as eager")
-    resources.add_argument(
-        "--save-every", type=int, default=100, help="steps between checkpoints (100)"
-    )
+    _add_count(resources, "--save-every", 100, "steps between checkpoints")
     resources.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_count(
+    group: argparse._ArgumentGroup, flag: str, default: int, text: str, *, least: int = 1
+) -> None:
+    how: dict[str, Any] = {"type": whole(least), "metavar": "N", "default": default}
+    group.add_argument(flag, help=f"{text} ({default})", **how)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Fine-tune, and print what it did to the model."""
-    from kvcache_rag_lab.finetune import finetune
+    from kvcache_rag.settings import EngineSettings
 
     config = _config(arguments)
-    try:
-        report = finetune(config, show_progress=not arguments.quiet)
-    except KeyboardInterrupt:
-        if config.work_folder.is_dir():
-            print(f"stopped; saved in {config.work_folder}: the same command goes on from there")
-        raise
+    config.check_folders()
+    check_file_there("--data", arguments.data)
+    check_file_there("--plain", arguments.plain)
+    ready(EngineSettings.of(arguments, auxiliary=config.teacher))
+    from kvcache_rag_lab.finetune import finetune
+
+    report = finetune(config, show_progress=not arguments.quiet)
     _print(report, config.out)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves; a step that has begun is finished and saved."""
+    work = arguments.work or f"{arguments.out}.work"
+    return f"what was trained until then is kept in {work}, the same command goes on from there"
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
@@ -173,12 +205,12 @@ def _data(arguments: argparse.Namespace) -> JsonlData | ReaderData:
     if arguments.data is not None:
         if arguments.kinds:
             raise InvalidInputError("--kinds belongs to --task reader; leave it out with --data")
-        return JsonlData(arguments.data, arguments.questions)
+        return JsonlData(arguments.data, arguments.per_context)
     return ReaderData(
         kinds=tuple(arguments.kinds) or ("mix",),
         documents=tuple(arguments.documents),
         facts=tuple(arguments.facts),
-        questions=arguments.questions,
+        questions=arguments.per_context,
     )
 
 

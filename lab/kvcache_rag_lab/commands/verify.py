@@ -12,9 +12,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options
-from kvcache_rag.progress import plural, table
-from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
+from kvcache_rag.commands.options import (
+    add_max_new_tokens,
+    add_model,
+    add_options,
+    new_file,
+    number,
+    policy_name,
+    ready,
+    whole,
+)
+from kvcache_rag.progress import plural, table, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.verdict import AuxiliaryAgreement, PolicyScore, Verdict
     from kvcache_rag_lab.evaluation.verification import Scoring, Verification
-    from kvcache_rag_lab.scoring.question import Question
+    from kvcache_rag_lab.scoring.question import Question, Task
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
@@ -85,33 +93,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions",
         metavar="N",
-        type=int,
+        type=whole(),
         help=f"at most so many (default: all, {QUESTIONS} of a task)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="which of them, and of intervals (default: 0)"
+        "--seed",
+        metavar="N",
+        type=whole(0),
+        default=0,
+        help="which of them, and of intervals (default: 0)",
     )
     parser.add_argument(
         "--policies",
         nargs="+",
         metavar="POLICY",
+        type=policy_name,
         help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
         f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)}; "
         f"of llama.cpp {' '.join(OF_LLAMA)})",
     )
     parser.add_argument(
         "--keep",
-        type=float,
+        type=number(0, 1, above=True),
         default=0.95,
         metavar="SHARE",
         help="share of full prefill's score that a policy must keep for sure (default: 0.95)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
+    add_max_new_tokens(parser, 32)
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
-        default=Path("verdict.json"),
+        type=new_file,
+        default="verdict.json",
         help="default: verdict.json",
     )
 
@@ -121,8 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcache_rag.policies.named import name_of, policy_by_name
 
     _check(arguments)
-    planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)
+    _ready(arguments)
+    planned = _planned(arguments)  # before the model is loaded, which takes longer
     with _opened(arguments) as (engine, auxiliary):
         agreement, scorer = None, ""
         if not arguments.policies and not arguments.base_url and engine.is_recurrent:
@@ -143,7 +157,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a question is read."""
-    from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
 
     if arguments.base_url is None and arguments.model is None:
@@ -154,22 +167,33 @@ def _check(arguments: argparse.Namespace) -> None:
             raise InvalidInputError(
                 f"--{others[0].replace('_', '-')} is the server's to say; leave it out"
             )
-    for name in ("questions", "max_new_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.seed < 0:
-        raise InvalidInputError("--seed must not be negative")
-    if not 0 < arguments.keep <= 1:
-        raise InvalidInputError("--keep must be above 0 and at most 1")
     if arguments.data is None and arguments.task is None:
         raise InvalidInputError(
             "give --data FILE with questions of your own, or --task reader for a first try"
         )
-    check_file(arguments.out)
     asked = None if arguments.task else arguments.data
     if asked is not None and asked.resolve() == arguments.out.resolve():
         raise InvalidInputError(f"--out would replace the questions {asked}; name another file")
+
+
+def _ready(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before anything is loaded, then say that it begins."""
+    from kvcache_rag.settings import LocalSettings
+    from kvcache_rag_lab.evaluation.datasets import read_own_questions
+
+    if arguments.task is not None:
+        _tasks(arguments)
+    else:
+        read_own_questions(arguments.data)
+    if arguments.base_url is None:
+        ready(LocalSettings.of(arguments))
+    else:
+        tell(f"asking {arguments.base_url}")
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"nothing of it is kept, {arguments.out} was not written"
 
 
 def _planned(arguments: argparse.Namespace) -> Verification:
@@ -207,18 +231,23 @@ def _drawn(questions: list[Question], arguments: argparse.Namespace) -> list[Que
     return [questions[index] for index in sorted(chosen)]
 
 
-def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
-    from dataclasses import replace
-
+def _tasks(arguments: argparse.Namespace) -> dict[str, Task]:
+    """The task that was named, or of the reader each of its kinds."""
     from kvcache_rag_lab.evaluation.tasks import task_by_name
     from kvcache_rag_lab.reader import KINDS
 
     names = [arguments.task]
     if arguments.task == READER:
         names = [f"{READER}_{kind}" for kind in KINDS]
-    tasks = {name: task_by_name(name, data=arguments.data) for name in names}
+    return {name: task_by_name(name, data=arguments.data) for name in names}
+
+
+def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
+    from dataclasses import replace
+
+    tasks = _tasks(arguments)
     wanted = arguments.questions or QUESTIONS
-    each = -(-wanted // len(names))
+    each = -(-wanted // len(tasks))
     by_task = [
         [
             replace(question, id=f"{name}/{question.id}")
@@ -233,7 +262,7 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     def score(answer: str, question: Question) -> dict[str, float]:
         return tasks[question.id.partition("/")[0]].score(answer, question)
 
-    return questions, score, tasks[names[0]].metric
+    return questions, score, next(iter(tasks.values())).metric
 
 
 def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
@@ -433,6 +462,8 @@ def _stitches(verdict: Verdict) -> bool:
 
 def _enough(verdict: Verdict, share: str) -> str:
     """Which number of questions would do where full prefill scores too low."""
+    from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
+
     full, open_share = verdict.full, 1 - verdict.threshold
     if not open_share:
         return f"no number of questions proves {share} (ask less with --keep)"
@@ -479,6 +510,8 @@ def _undecided(verdict: Verdict, full: str, share: str) -> str:
 
 def _needed(verdict: Verdict, close: PolicyScore) -> str:
     """Which questions would prove what a policy seems to keep."""
+    from kvcache_rag_lab.scoring.statistics import trials_without_loss
+
     if close.needed > verdict.questions:
         return f"{_about(close.needed)} like these"
     without_loss = trials_without_loss((1 - verdict.threshold) * verdict.full.score)

@@ -31,7 +31,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, close_to
 from kvcache_rag.prompt.words import normalised
 from kvcache_rag_lab.evaluation import longbench
 from kvcache_rag_lab.evaluation.datasets import (
@@ -172,7 +172,9 @@ def task_by_name(
     if name in LONGBENCH:
         split = partial(split_text, count=count, tokens=chunk_tokens, overlap=overlap)
         return longbench_task(name, data, split)
-    raise InvalidInputError(f"there is no task {name!r}; choose from {', '.join(task_names())}")
+    close = close_to(name, task_names())
+    hint = f"did you mean {close}? There are" if close else "choose from"
+    raise InvalidInputError(f"there is no task {name!r}; {hint} {', '.join(task_names())}")
 
 
 def _reader_questions(

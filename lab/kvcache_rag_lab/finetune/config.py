@@ -160,6 +160,14 @@ class FinetuneConfig:
         """Where checkpoints and log are while the run lasts."""
         return self.work or self.out.with_name(self.out.name + ".work")
 
+    def check_folders(self) -> None:
+        """Raise `InvalidInputError` if the finished model, or its work, has no place."""
+        if self.out.exists():
+            raise InvalidInputError(f"{self.out} exists; remove it or choose another output")
+        out, place = self.out.resolve(), self.work_folder.resolve()
+        if out == place or out in place.parents or place in out.parents:
+            raise InvalidInputError(f"{out} and {place} must be two folders, none in the other")
+
     @property
     def highest_rate(self) -> float:
         """The learning rate behind the warm-up."""

@@ -19,7 +19,8 @@ from torch.nn import functional
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.adapters import is_adapter, note_training, write_training
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
+from kvcache_rag.models.names import PACKAGED, resolve
+from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from kvcache_rag_lab.finetune.attention import use_tiled_attention
 from kvcache_rag_lab.finetune.forward import Forward, MaskedForward, StitchedForward

@@ -51,11 +51,7 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
         MissingExtraError: If LoRA is asked for and peft is not installed.
         KeyboardInterrupt: After Ctrl-C, when everything is saved.
     """
-    if config.out.exists():
-        raise InvalidInputError(f"{config.out} exists; remove it or choose another output")
-    out, place = config.out.resolve(), config.work_folder.resolve()
-    if out == place or out in place.parents or place in out.parents:
-        raise InvalidInputError(f"{out} and {place} must be two folders, none in the other")
+    config.check_folders()
     data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)
     work = RunFolder(config.work_folder)
     with work.open({**config.settings(), "data digest": data.digest}) as unfinished:

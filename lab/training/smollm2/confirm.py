@@ -40,7 +40,7 @@ import torch
 from benchmarks.common import commit, described, load
 from kvcache_rag.engine import Engine
 from kvcache_rag.models.adapters import WEIGHTS
-from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.models.names import PACKAGED
 from kvcache_rag.policies import Combination, LegoLink, Reuse
 from kvcache_rag.prompt.words import normalised
 from kvcache_rag_lab.evaluation.runner import evaluate, make_cells

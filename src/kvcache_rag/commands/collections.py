@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
 
@@ -14,44 +17,51 @@ if TYPE_CHECKING:
 _PAGE = 1000
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
+def add_chroma(parser: argparse._ActionsContainer) -> None:
     """Declare where the Chroma database is."""
     parser.add_argument(
-        "--persist-dir", type=expanded, metavar="CHROMA", help="folder of the Chroma database"
+        "--chroma",
+        type=expanded,
+        metavar="PLACE",
+        help="folder of the Chroma database, or the URL of its server (http://localhost:8000)",
     )
-    parser.add_argument("--host", help="host of a Chroma server")
-    parser.add_argument("--port", type=int, default=8000, help="its port (default: 8000)")
-    parser.add_argument("--ssl", action="store_true", help="reach it by https")
 
 
-def is_placed(arguments: argparse.Namespace) -> bool:
-    """Whether it is said where the database is."""
-    return arguments.persist_dir is not None or arguments.host is not None
+def open_client(place: str) -> Any:
+    """A client of a database; nothing is made.
 
-
-def open_client(arguments: argparse.Namespace) -> Any:
-    """A client of the database that the arguments name; nothing is made.
+    Args:
+        place: Its folder, or the URL of a server.
 
     Raises:
-        InvalidInputError: If it is not said where, said twice, or there is none.
+        InvalidInputError: If there is none.
         MissingExtraError: If chromadb is not installed.
     """
-    if (arguments.persist_dir is None) == (arguments.host is None):
-        raise InvalidInputError("say where the collections are: --persist-dir or --host")
+    if "://" not in place and not (Path(place) / "chroma.sqlite3").is_file():
+        raise InvalidInputError(f"there is no Chroma database in {place}; check --chroma")
+    url = _server(place) if "://" in place else None
     try:
         import chromadb
     except ImportError as error:
         raise MissingExtraError("chromadb", "chroma") from error
-    if arguments.persist_dir is not None:
-        folder = Path(arguments.persist_dir)
-        if not (folder / "chroma.sqlite3").is_file():
-            raise InvalidInputError(f"there is no Chroma database in {folder}; check --persist-dir")
-        return chromadb.PersistentClient(path=str(folder.absolute()))
+    if url is None:
+        return chromadb.PersistentClient(path=os.path.abspath(place))
     try:
-        return chromadb.HttpClient(arguments.host, arguments.port, ssl=arguments.ssl)
+        host, port = str(url.hostname), url.port or 0  # which `_server` has put there
+        return chromadb.HttpClient(host, port, ssl=url.scheme == "https")
     except Exception as error:  # whatever the client raises for a server that is not there
-        place = f"{arguments.host}:{arguments.port}"
         raise InvalidInputError(f"there is no Chroma server at {place}; start it") from error
+
+
+def _server(place: str) -> SplitResult:
+    url = urlsplit(place)
+    with suppress(ValueError):
+        port = url.port or (443 if url.scheme == "https" else 8000)
+        if url.scheme in ("http", "https") and url.hostname and url.path in ("", "/"):
+            return url._replace(netloc=f"{url.hostname}:{port}")
+    raise InvalidInputError(
+        f"--chroma {place} is no server's; say it as http://localhost:8000, or name a folder"
+    )
 
 
 def all_collections(client: Any) -> list[Any]:

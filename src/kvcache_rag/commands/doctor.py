@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import size
+from kvcache_rag.commands.options import add_json
 from kvcache_rag.errors import expanded
-from kvcache_rag.progress import plain, plural, table
+from kvcache_rag.progress import plain, plural, table, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -89,11 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dir", type=expanded, metavar="DIR", help="folder of chunks: can it be written?"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, try, print; 0 if all is well, 1 else."""
+    tell("looking at what is installed, then trying one answer")
     found = examined(arguments.kv_dir)
     if arguments.json:
         print(json.dumps(found, indent=2))

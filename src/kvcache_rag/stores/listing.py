@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.kv.chunk import digest
 from kvcache_rag.stores.filesystem import READ, opened
 from kvcache_rag.stores.folder import QUARANTINE, Folder
 from kvcache_rag.stores.limits import kind_of
@@ -172,6 +171,8 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     model = spec.get("model", {})
     prefix = spec.get("prefix", [])
     folder = "/".join(name.replace("\\", "/").split("/")[-2:])
+    from kvcache_rag.kv.chunk import digest  # loads torch, which who lists does not want
+
     kept = ("codec", "compute_dtype", "stored_dtype", "format")
     return {
         **{field: spec[field] for field in kept if field in spec},

@@ -28,7 +28,6 @@ from kvcache_rag.stores.base import (
     Hit,
     StoreStats,
     check_chunk,
-    check_key,
     check_out,
     check_ttl,
     next_generation,
@@ -36,6 +35,7 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import Home, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.names import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

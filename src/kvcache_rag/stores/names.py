@@ -17,8 +17,7 @@ import hashlib
 import re
 from typing import TYPE_CHECKING
 
-from kvcache_rag.errors import check_name
-from kvcache_rag.stores.base import check_key
+from kvcache_rag.errors import InvalidInputError, check_name
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
@@ -70,3 +69,24 @@ def chunk_name(key: ChunkKey) -> str:
 def lock_name(key: ChunkKey) -> str:
     """Name of the lock under which a chunk is computed; 256 a namespace."""
     return f"{namespace_digest(key.namespace)}/locks/{check_key(key).digest[:2]}"
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_key(key: ChunkKey) -> ChunkKey:
+    """Return the key.
+
+    Raises:
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits, or its
+            namespace no text.
+    """
+    if not isinstance(key.namespace, str) or not key.namespace.isascii():
+        check_name("namespace", key.namespace)
+    for part, value in (("digest", key.digest), ("spec", key.spec)):
+        if not _DIGEST.fullmatch(value):
+            raise InvalidInputError(
+                f"the {part} of a ChunkKey is 64 hexadecimal digits, not {value[:80]!r}; "
+                "make keys with chunk_key()"
+            )
+    return key

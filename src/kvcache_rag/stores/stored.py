@@ -31,7 +31,6 @@ from kvcache_rag.stores.base import (
     Hit,
     StoreStats,
     check_chunk,
-    check_key,
     check_out,
     check_ttl,
     next_generation,
@@ -148,7 +147,7 @@ class StoredChunks(Reopened, ChunkStore):
     # ------------------------------------------------------------------ reading
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy where the place gives open files."""
-        spec = file_spec(check_key(key), layout, self._codec)
+        spec = file_spec(names.check_key(key), layout, self._codec)
         if out is not None:
             check_out(key, layout, out)
 
@@ -162,7 +161,7 @@ class StoredChunks(Reopened, ChunkStore):
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Read a chunk as it is."""
-        spec = file_spec(check_key(key), layout, self._codec)
+        spec = file_spec(names.check_key(key), layout, self._codec)
 
         def read(read: ReadV, size: int) -> Any:
             return read_encoded(read, size, key, layout, self._codec, self.signing_key, room)

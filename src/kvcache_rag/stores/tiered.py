@@ -14,13 +14,13 @@ from kvcache_rag.stores.base import (
     EncodedHit,
     Hit,
     StoreStats,
-    check_key,
     check_out,
     check_store,
     joined,
     next_generation,
 )
 from kvcache_rag.stores.memory import MemoryStore
+from kvcache_rag.stores.names import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

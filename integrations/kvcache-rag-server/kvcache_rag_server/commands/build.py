@@ -11,12 +11,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import FOLDER, check_file, duration, size
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.collections import add_chroma
+from kvcache_rag.commands.listing import FOLDER, duration, size
+from kvcache_rag.commands.options import (
+    MODEL_GROUPS,
+    add_chunking,
+    add_groups,
+    add_model,
+    add_report,
+    check_chunking,
+    number,
+    whole,
+)
 from kvcache_rag.errors import InvalidInputError, expanded
-from kvcache_rag.progress import plural
+from kvcache_rag.progress import plural, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +40,9 @@ HELP = "prefill a corpus into a store, with several processes or on a Ray cluste
 WHOLE, INCOMPLETE = 0, 1
 
 ENGINES = ("threads", "processes", "ray")
+
+# What chunks belong to is to be the same where they are used.
+GROUPS: Final = {**MODEL_GROUPS, "chunks": (*MODEL_GROUPS["chunks"], "namespace")}
 
 _SHOWN = 20  # texts that are named at the end
 
@@ -47,16 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'file of JSON lines ({{"text": ...}} or {{"documents": [...]}}), or {FOLDER}',
     )
     _add_engine(parser)
-    keys = parser.add_argument_group(
-        "model and chunks; what they belong to is to be the same where they are used"
-    )
-    add_options(keys, BuildSettings, but=("model",))
+    add_groups(parser, BuildSettings, GROUPS)
     files = parser.add_argument_group("folders of texts")
-    files.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")
-    files.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
+    add_chunking(files, "default: 256", 256)
     rows = parser.add_argument_group("collections, in place of CORPUS")
-    rows.add_argument("--chroma", type=expanded, metavar="DIR", help="folder of a Chroma database")
-    rows.add_argument("--collection", metavar="NAME", help="whose rows are prefilled")
+    add_chroma(rows)
+    rows.add_argument("--collection", metavar="NAME", help="the collection whose rows are meant")
     rows.add_argument(
         "--text",
         metavar="FORM",
@@ -64,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what of a row stands in prompts: document, or a form that an installed package "
         "brings, such as llama-index (default: each row tells)",
     )
-    parser.add_argument(
-        "--json", type=expanded, metavar="FILE", help="write what was done as one JSON object"
-    )
+    add_report(parser, "what was done")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +84,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="this process, processes of this machine, or Ray Data actors (default: threads, "
         "which is this process, for one worker, else processes)",
     )
-    group.add_argument("--workers", type=int, default=None, help="models at work (default: 1)")
     group.add_argument(
-        "--batch", type=int, default=16, help="chunks handed out at a time (default: 16)"
+        "--workers", metavar="N", type=whole(1, 1024), help="models at work (default: 1)"
     )
     group.add_argument(
-        "--gpus", type=float, metavar="N", help="GPUs of each Ray actor, may be a part of one"
+        "--batch",
+        metavar="N",
+        type=whole(),
+        default=16,
+        help="chunks handed out at a time (default: 16)",
+    )
+    group.add_argument(
+        "--gpus", type=number(), metavar="N", help="GPUs of each Ray actor, may be a part of one"
     )
     group.add_argument(
         "--ray-address",
@@ -93,49 +106,51 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build; 0, or 1 if something of the corpus is not in the store."""
+    _check(arguments)
+    settings = _settings(arguments)
+    settings.check()
+    tell(f"reading the corpus, then loading {settings.model}")
     from kvcache_rag_server.corpus.run import Build
 
-    _check(arguments)
-    if arguments.json:
-        check_file(Path(arguments.json))
-    settings = _settings(arguments)
     corpus = _corpus(arguments, settings)
     workers = _workers(arguments)
-    settings.check()
+    settings.check_store()
     build = Build(settings, corpus, workers, arguments.batch)
     try:
         build.run()
-    except BaseException:
+    except BaseException as error:
         if build.tally.done:
-            print(f"stopped: {_counts(build)}; run it again to go on", file=sys.stderr)
+            again = "" if isinstance(error, KeyboardInterrupt) else "; run it again to go on"
+            print(f"until then: {_counts(build)}{again}", file=sys.stderr)
         raise
     finally:
-        if arguments.json:
-            _write(Path(arguments.json), _described(arguments, build))
+        if arguments.report:
+            _write(arguments.report, _described(arguments, build))
     print("\n".join(_lines(build)))
     return WHOLE if build.is_whole else INCOMPLETE
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"chunks that are in {arguments.kv_dir} are kept, the same command goes on from there"
+
+
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
-    from kvcache_rag_server.corpus.processes import check_workers
-
-    if arguments.workers is not None:
-        check_workers(arguments.workers)
-    if arguments.batch < 1:
-        raise InvalidInputError(f"--batch must be at least 1, not {arguments.batch}")
-    if not 0 <= arguments.chunk_overlap < arguments.chunk_size:
-        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
+    check_chunking(arguments.chunk_size, arguments.chunk_overlap)
     if arguments.engine == "threads" and (arguments.workers or 1) > 1:
         raise InvalidInputError(
             "one process works on one chunk at a time; say --engine processes for several workers"
         )
     if arguments.engine != "ray" and (arguments.ray_address or arguments.gpus is not None):
         raise InvalidInputError("--ray-address and --gpus are for --engine ray")
-    if arguments.gpus is not None and not arguments.gpus >= 0:  # NaN, too
-        raise InvalidInputError(f"--gpus must be at least 0, not {arguments.gpus}")
     if (arguments.corpus is None) == (arguments.chroma is None):
         raise InvalidInputError("say what to build: CORPUS, or --chroma with --collection")
+    path = None if arguments.corpus is None else Path(arguments.corpus)
+    if path is not None and not (path.is_file() or path.is_dir()):
+        raise InvalidInputError(
+            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
+        )
     if (arguments.chroma is None) != (arguments.collection is None):
         raise InvalidInputError("--chroma and --collection belong together; say both")
 
@@ -157,21 +172,18 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
 
 
 def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
+    from kvcache_rag.settings import is_url
     from kvcache_rag_server.commands.corpora import ChromaRows, TextFiles
     from kvcache_rag_server.corpus.texts import JsonLines
 
     if arguments.chroma is not None:
-        folder = os.path.abspath(arguments.chroma)
-        rows = ChromaRows(folder, arguments.collection, arguments.text, settings)
+        place = arguments.chroma if is_url(arguments.chroma) else os.path.abspath(arguments.chroma)
+        rows = ChromaRows(place, arguments.collection, arguments.text, settings)
         rows.open()
         return rows
     path = Path(arguments.corpus).absolute()
     if path.is_dir():
         return TextFiles(str(path), settings, arguments.chunk_size, arguments.chunk_overlap)
-    if not path.is_file():
-        raise InvalidInputError(
-            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
-        )
     return JsonLines(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Where `build` and `plan` take texts from: files cut by tokens, and Chroma collections."""
+"""Where `build` takes texts from: files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class TextFiles:
 
     def items(self) -> Iterator[Item]:
         """The pieces, file by file; a file that cannot be read is an item with a problem."""
-        from kvcache_rag.models.pretrained import load_tokenizer, resolve
+        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
 
         found = read_folder(self.folder)
         for one in found.left_out:
@@ -69,13 +70,13 @@ class ChromaRows:
     """The rows of a Chroma collection, as they read in prompts.
 
     Attributes:
-        folder: Where the database is.
+        place: Folder of the database, or the URL of a Chroma server.
         collection: Its name.
         form: What of a row stands in prompts; "" lets each row tell.
         settings: Whose template wrote the chunks that the rows refer to.
     """
 
-    folder: str
+    place: str
     collection: str
     form: str
     settings: BuildSettings
@@ -103,9 +104,6 @@ class ChromaRows:
             InvalidInputError: If there is no such database or collection.
             MissingExtraError: If chromadb is not installed.
         """
-        from argparse import Namespace
-
         from kvcache_rag.commands.collections import open_client, open_collections
 
-        client = open_client(Namespace(persist_dir=self.folder, host=None))
-        return open_collections(client, [self.collection])[0]
+        return open_collections(open_client(self.place), [self.collection])[0]

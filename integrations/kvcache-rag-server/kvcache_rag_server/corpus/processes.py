@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag_server.corpus.worker import BatchReport, Failure
 
 if TYPE_CHECKING:
@@ -331,13 +331,3 @@ def _no_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def check_workers(workers: int) -> None:
-    """Refuse a number of workers that cannot be meant.
-
-    Raises:
-        InvalidInputError: If it is not from 1 to 1024.
-    """
-    if not 1 <= workers <= 1024:
-        raise InvalidInputError(f"there can be 1 to 1024 workers, not {workers}")

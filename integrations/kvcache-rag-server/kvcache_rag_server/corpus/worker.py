@@ -45,10 +45,12 @@ class BuildSettings(LocalSettings):
     @property
     def place(self) -> str:
         """The store for people: without credentials."""
+        place = str(self.kv_dir)
+        if not self.is_remote:
+            return place
         from kvcache_rag.stores import RemoteStore
 
-        place = str(self.kv_dir)
-        return RemoteStore(place).url if self.is_remote else place
+        return RemoteStore(place).url
 
     def open_store(self, memory: MemoryStore | None = None, **options: Any) -> ChunkStore:
         own = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
@@ -71,8 +73,8 @@ class BuildSettings(LocalSettings):
             raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
         return engine
 
-    def check(self) -> None:
-        """Find out before any model is loaded what can be known by then.
+    def check_store(self) -> None:
+        """Find out before any model is loaded whether chunks can be kept.
 
         Raises:
             InvalidInputError: If the store cannot be written.

@@ -23,13 +23,8 @@ from kvcache_rag.models.llamacpp.binding import (
     library,
 )
 from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
-from kvcache_rag.models.pretrained import (
-    gguf_of,
-    load_tokenizer,
-    named_device,
-    note_name,
-    resolve,
-)
+from kvcache_rag.models.names import resolve
+from kvcache_rag.models.pretrained import gguf_of, load_tokenizer, named_device, note_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

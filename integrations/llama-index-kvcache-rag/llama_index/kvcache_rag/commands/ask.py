@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.commands.options import add_json
 from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place
 from llama_index.kvcache_rag.commands.report import metrics_line, source, source_lines
 
@@ -19,17 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question")
     add_place(parser)
     add_answering(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer as it comes, what it cost, and where it came from; 0 if there was one."""
     from kvcache_rag import InvalidInputError
-    from llama_index.kvcache_rag import KVCacheQueryEngine
 
     if not arguments.question.strip():
         raise InvalidInputError("the question is empty; ask something")
     opened = Opened.of(arguments)
+    from llama_index.kvcache_rag import KVCacheQueryEngine
+
     engine = KVCacheQueryEngine.from_index(
         opened.index, opened.llm, similarity_top_k=arguments.top_k, streaming=True
     )
@@ -38,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise opened.is_empty
     _print(arguments, response)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return "what was ingested is as it was"
 
 
 def _print(arguments: argparse.Namespace, response: Any) -> None:

@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends; 1 if a piped question could not be answered."""
+    opened = Opened.of(arguments)
     from llama_index.kvcache_rag import KVCacheChatEngine
 
-    opened = Opened.of(arguments)
     if opened.store.client.count() == 0:
         raise opened.is_empty
     # A reader of made-up facts cannot write questions.
@@ -76,12 +76,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if talk.failed and not is_typed else 0
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return "what was ingested is as it was, what was said is forgotten"
+
+
 def _typed() -> Iterator[str]:
-    """Lines from the keyboard."""
+    """Lines from the keyboard; Ctrl-C drops one, and ends nothing."""
     with suppress(ImportError):
         import readline  # noqa: F401  # arrows and history, where there is one
+    signal.signal(signal.SIGINT, _drop)
     while (line := _line()) is not None:
         yield line
+
+
+def _drop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _line() -> str | None:

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import (
+    add_max_new_tokens,
+    add_options,
+    add_policy,
+    add_top_k,
+    ready,
+)
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import lasting_adapter, read_folder
 
@@ -205,21 +211,11 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 def add_answering(parser: argparse.ArgumentParser) -> None:
     """Declare how a question is answered."""
-    parser.add_argument("--top-k", type=int, default=4, help="chunks to answer from (default: 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="length of the answer")
+    add_top_k(parser, "default: 4", default=4)
+    add_max_new_tokens(parser, 128)
     policy = parser.add_mutually_exclusive_group()
     add_policy(policy)
     policy.add_argument("--full", action="store_true", help="compute every chunk again")
-
-
-def add_policy(parser: argparse._ActionsContainer) -> None:
-    """Declare what is reused of cached chunks, the name of a policy."""
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="what is reused of cached chunks, such as legolink:16 (default: reuse on a model "
-        "trained for cached chunks, else bestlast)",
-    )
 
 
 @dataclass(frozen=True)
@@ -245,14 +241,12 @@ class Opened:
         Raises:
             InvalidInputError: If they cannot be used, or nothing was ingested.
         """
+        settings = _ingested(arguments)
         from llama_index.core import VectorStoreIndex
 
         from kvcache_rag import FullRecompute
         from llama_index.kvcache_rag import KVCacheLLM
 
-        if arguments.top_k < 1 or arguments.max_new_tokens < 1:
-            raise InvalidInputError("--top-k and --max-new-tokens must be at least 1")
-        settings = _ingested(arguments)
         llm = KVCacheLLM(
             **settings.of_llm,
             policy=FullRecompute() if arguments.full else arguments.policy,
@@ -270,6 +264,17 @@ class Opened:
         )
 
 
+def begin(settings: Settings) -> None:
+    """Refuse what can be refused before anything is loaded, then say that it begins."""
+    from kvcache_rag.models.names import check_there
+    from kvcache_rag.settings import EngineSettings
+
+    names = ("minilm", "hash")
+    if settings.embed not in names:
+        check_there(settings.embed, "embedding", names=names)
+    ready(EngineSettings(model=settings.model, adapter=settings.adapter))
+
+
 def _ingested(arguments: argparse.Namespace) -> Settings:
     found = Settings.find(arguments.chroma, arguments.collection)
     names = (*_OF_MODELS, "kv_dir", "chroma", "embed", "collection")
@@ -281,6 +286,7 @@ def _ingested(arguments: argparse.Namespace) -> Settings:
         )
     if found is not None:
         found.check_embedding(settings.embed)
+    begin(settings)
     _check_collection(settings)
     return settings
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from kvcache_rag.commands.options import add_options
+from kvcache_rag.commands.options import (
+    add_json,
+    add_model,
+    add_options,
+    add_policy,
+    add_report,
+    add_threads,
+    add_top_k,
+    number,
+    ready,
+    whole,
+)
 from kvcache_rag.errors import expanded
-from llama_index.kvcache_rag.commands.corpus import add_policy
 
 if TYPE_CHECKING:
     import argparse
@@ -29,23 +38,23 @@ HELP = "ask a small real model about forty articles, from stored caches and by f
 MODEL: Final = "smollm2"
 TINY: Final = "tiny"
 
-# Says that nothing but JSON goes to the standard output.
-_STDOUT: Final = "-"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare who is asked what, and where it is kept."""
     from kvcache_rag.settings import EngineSettings
 
+    add_model(parser, nargs="?", default=MODEL)
     group = parser.add_argument_group(
         "model", f"Without one {MODEL}; {TINY}, the packaged reader, is asked about made-up facts."
     )
-    add_options(group, EngineSettings, "model", "backend", "adapter", "weight_format")
+    add_options(group, EngineSettings, "backend", "adapter", "weight_format")
     add_policy(parser)
-    parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
-    parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
-    parser.add_argument("--seed", type=int, help="decides the facts for tiny (default: 1)")
-    parser.add_argument("--threads", type=int, help="processor threads (default: torch's own)")
+    parser.add_argument("--questions", type=whole(), metavar="N", help="ask only N of them")
+    add_top_k(parser, "default: 3; tiny: 8")
+    parser.add_argument(
+        "--seed", metavar="N", type=whole(0), help="decides the facts for tiny (default: 1)"
+    )
+    add_threads(parser)
     parser.add_argument(
         "--dir",
         type=expanded,
@@ -54,57 +63,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--min-ratio",
-        type=float,
+        type=number(),
         metavar="R",
         help="fail if the median ratio of the times to the first token is below R",
     )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=_STDOUT,
-        type=expanded,
-        metavar="FILE",
-        help="write one JSON object to FILE; without FILE print it, and nothing else",
-    )
+    add_json(parser)
+    add_report(parser, "every answer, time and count")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ingest, ask, compare; 1, and one sentence, if the outcome is not good enough."""
-    arguments.model = arguments.model or MODEL
+    from kvcache_rag.settings import EngineSettings
+
     _check(arguments)
+    ready(EngineSettings.of(arguments))
     if arguments.threads is not None:
         import torch
 
         torch.set_num_threads(arguments.threads)
     demo = _demo(arguments)
     app = _app(arguments, demo)
-    talks = arguments.json != _STDOUT
+    talks = not arguments.json
     facts = demo.facts(app, app.fill(demo.texts, show_progress=talks))
     if talks:
         demo.print_start(facts)
     summary = demo.ask(app, talks=talks)
     if talks:
         demo.print_end(summary, facts)
-    if arguments.json is not None:
-        _write({**facts, **summary}, arguments.json)
+    text = json.dumps({**facts, **summary}, indent=2)
+    if arguments.json:
+        print(text)
+    if arguments.report is not None:
+        arguments.report.write_text(f"{text}\n", encoding="utf-8")
     failure = demo.failure(summary) or _too_slow(summary, arguments.min_ratio)
     if failure:
         print(f"kvcache-rag demo: {failure}", file=sys.stderr)
     return 1 if failure else 0
 
 
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return f"what was stored is kept in {arguments.dir}, to be used again"
+
+
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be used, before any model is loaded."""
+    """Refuse what cannot be used, before any model is loaded."""
     from kvcache_rag import InvalidInputError
 
-    for option in ("top_k", "threads", "questions"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise InvalidInputError(f"--{option.replace('_', '-')} must be at least 1")
     if arguments.seed is not None and arguments.model != TINY:
         raise InvalidInputError("--seed decides the facts that tiny is asked about; leave it out")
-    if arguments.json not in (None, _STDOUT) and not Path(arguments.json).parent.is_dir():
-        raise InvalidInputError(f"there is no folder for --json {arguments.json}; make it first")
 
 
 def _demo(arguments: argparse.Namespace) -> Demo:
@@ -146,11 +153,3 @@ def _too_slow(summary: dict[str, Any], least: float | None) -> str:
         f"the first token from cached chunks came {ratio:.1f} times sooner than by full prefill "
         f"(median), which is below --min-ratio {least:g}"
     )
-
-
-def _write(values: dict[str, Any], place: str) -> None:
-    text = json.dumps(values, indent=2)
-    if place == _STDOUT:
-        print(text)
-    else:
-        Path(place).write_text(text + "\n", encoding="utf-8")

@@ -12,12 +12,14 @@ from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcache_rag.commands.options import add_chunking, check_chunking
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import left_out_lines, plain
 from llama_index.kvcache_rag.commands.corpus import (
     TINY,
     Settings,
     add_place,
+    begin,
     embedding,
     open_store,
     read_documents,
@@ -49,10 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with .txt, .md, .pdf, .html, .htm and .docx files",
     )
     add_place(parser)
-    parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
-    parser.add_argument(
-        "--chunk-overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
-    )
+    add_chunking(parser, "default: 256", overlap=None)
     parser.add_argument(
         "--replace",
         action="store_true",
@@ -63,18 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Bring collection and KV in step with the folder; 0 when they are."""
     from kvcache_rag import InvalidInputError
-    from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
     settings, before = _settings(arguments)
     is_same = before is not None and (not before.folder or before.is_of(arguments.folder))
     if before is not None and not arguments.replace:
         before.check_folder(arguments.folder)
+    check_chunking(settings.chunk_size, settings.chunk_overlap)
+    begin(settings)
+    from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
+
     # A folder that was ingested may have lost all its files.
     documents, left_out = read_documents(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
-    if not 0 <= settings.chunk_overlap < settings.chunk_size:
-        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
     embed_model = embedding(settings.embed)
     llm = KVCacheLLM(**settings.of_llm)
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
@@ -98,6 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.model == TINY:
         print(_TINY_NOTE, file=sys.stderr)
     return 0
+
+
+def kept(arguments: argparse.Namespace) -> str:
+    """What Ctrl-C leaves."""
+    return "chunks that were prefilled are kept, and the same command goes on from there"
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]:
