@@ -374,7 +374,7 @@ def test_questions_of_ones_own_are_read_as_ever() -> None:
 def test_what_ingest_noted_is_read_and_written_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llama_index.kvcache_rag.commands.corpus import Settings
+    from llama_index.kvcache_rag.commands.settings import Settings
 
     frozen = GOLDEN / "settings" / "chroma.docs.kvcache-rag.json"
     monkeypatch.chdir(tmp_path)

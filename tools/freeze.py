@@ -181,7 +181,7 @@ def write_settings() -> None:
 
     from kvcache_rag_lab.finetune.loop import RunFolder
     from kvcache_rag_lab.scoring.ask import RecordFile
-    from llama_index.kvcache_rag.commands.corpus import Settings
+    from llama_index.kvcache_rag.commands.settings import Settings
 
     folder = GOLDEN / "settings"
     shutil.rmtree(folder, ignore_errors=True)

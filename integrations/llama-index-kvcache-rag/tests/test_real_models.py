@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from kvcache_rag import Engine
 from kvcache_rag.cli import main
 from llama_index.kvcache_rag import KVCacheLLM
-from llama_index.kvcache_rag.commands.corpus import Settings
+from llama_index.kvcache_rag.commands.settings import Settings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 

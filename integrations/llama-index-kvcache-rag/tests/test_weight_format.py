@@ -10,7 +10,7 @@ import pytest
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag.cli import main
 from llama_index.kvcache_rag import KVCacheLLM
-from llama_index.kvcache_rag.commands.corpus import Settings
+from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.integration import plain
+from llama_index.kvcache_rag.commands.settings import this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from llama_index.kvcache_rag import KVCacheVectorStore
+    from llama_index.kvcache_rag.commands.settings import Settings
+
+NEAR: Final = {"minilm": 0.3}
+"""Score from which on a chunk is near enough to a question to answer it, by embedding.
+
+TODO
+"""
+
+# Of a row's node, as LlamaIndex numbers them: its document, the chunk before it, the one behind.
+_SOURCE, _NEIGHBOURS = "1", ("2", "3")
 
 
 def chunk_files(kv: str) -> dict[str, int]:
@@ -22,6 +34,24 @@ def stored_chunks(store: KVCacheVectorStore) -> set[str]:
     """Digests of the chunks that a collection's rows refer to."""
     rows = store.client.get(include=["metadatas"])["metadatas"] or []
     return {str(row["kv_key"]) for row in rows if row and "kv_key" in row}
+
+
+def whole_documents(store: KVCacheVectorStore) -> dict[str, str]:
+    """Digest of each document that was ingested, by its id.
+
+    One whose writing was stopped is not among them: a chunk's neighbour is missing there.
+    """
+    rows = store.client.get(include=["metadatas"])
+    ids, found, broken = set(rows["ids"]), {}, set()
+    for row in rows["metadatas"] or []:
+        related = json.loads(str((row or {}).get("_node_content", "{}"))).get("relationships", {})
+        if _SOURCE not in related:
+            continue
+        name = related[_SOURCE]["node_id"]
+        found[name] = related[_SOURCE]["hash"]
+        if any(one in related and related[one]["node_id"] not in ids for one in _NEIGHBOURS):
+            broken.add(name)
+    return {name: digest for name, digest in found.items() if name not in broken}
 
 
 def size(count: int) -> str:
@@ -42,26 +72,62 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """What an answer cost, in one line, and by which policy."""
-    hits = " + ".join(f"{count} from {tier}" for tier, count in metrics["hits"].items())
+def figures(metrics: Mapping[str, Any], settings: Settings, nearest: float) -> dict[str, Any]:
+    """The ten of an answer that matter.
+
+    Args:
+        metrics: Of `response.metadata["kv_cache"]`.
+        settings: How the collection was made.
+        nearest: Score of the best chunk.
+    """
+    tokens, full = metrics["prompt_tokens"], settings.full
+    is_known = full is not None and metrics["reused_tokens"] > 0
+    without = full.seconds_for(tokens, this_machine()) if full and is_known else None
+    return {
+        "ttft": metrics["ttft"],
+        "ttft_without_cache": without,
+        "total": metrics["total"],
+        "prompt_tokens": metrics["prompt_tokens"],
+        "reused_tokens": metrics["reused_tokens"],
+        "computed_tokens": metrics["computed_tokens"],
+        "generated_tokens": metrics["generated_tokens"],
+        "hits": sum(metrics["hits"].values()),
+        "misses": metrics["misses"],
+        "nearest": nearest,
+    }
+
+
+def cost_line(figures: Mapping[str, Any]) -> str:
+    """What an answer gained, in a line."""
+    without, missing = figures["ttft_without_cache"], figures["misses"]
+    beside = "" if without is None else f" (about {_seconds(without)} without the cache)"
     parts = [
-        f"first token after {milliseconds(metrics['ttft'])}",
-        tokens_line(metrics),
-        f"chunks: {hits or 'none'} cached, {metrics['misses']} missing",
-        plural(metrics["generated_tokens"], "token") + " written",
+        f"{_seconds(figures['ttft'])} to the first token{beside}",
+        f"{figures['reused_tokens']} of {figures['prompt_tokens']} tokens reused",
+        *([f"{plural(missing, 'chunk')} computed anew"] if missing else []),
     ]
-    if metrics["rounds"] > 1:
-        parts.append(plural(metrics["rounds"], "round"))
-    return ", ".join([*parts, f"policy {metrics['policy']}"])
+    return ", ".join(parts)
 
 
-def tokens_line(metrics: Mapping[str, Any]) -> str:
-    """Tokens reused and computed; the question is among these."""
-    reused = plural(metrics["reused_tokens"], "token")
-    said = f"{reused} reused, {metrics['computed_tokens']} computed"
-    fresh = metrics["fresh_tokens"]
-    return f"{said} ({fresh} of chunks computed with the question)" if fresh else said
+def _seconds(value: float) -> str:
+    """A time with two digits that count."""
+    decimals = 3 if value < 0.1 else 2 if value < 1 else 1 if value < 10 else 0
+    return f"{value:.{decimals}f} s"
+
+
+def is_near(sources: Sequence[Mapping[str, Any]], embed: str) -> bool | None:
+    """Whether a question can be answered from what was found; None where nobody measured that."""
+    least = NEAR.get(embed)
+    return None if least is None else any(one["score"] >= least for one in sources)
+
+
+def far_line(sources: Sequence[Mapping[str, Any]], embed: str) -> str:
+    """What to say where nothing is near."""
+    nearest = max(one["score"] for one in sources)
+    return (
+        f"no document is near enough to the question ({nearest:.3f}; one is from {NEAR[embed]} "
+        "on): the answer is a guess"
+    )
 
 
 def source(found: Any) -> dict[str, Any]:
