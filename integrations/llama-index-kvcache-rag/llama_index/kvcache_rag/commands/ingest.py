@@ -183,9 +183,9 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]
     before = None if collection is None else Settings.of(collection, wanted.chroma)
     if collection is not None and before is None and not arguments.replace and collection.count():
         raise InvalidInputError(
-            f"the collection {wanted.collection!r} in {wanted.chroma} has {collection.count()} rows "
-            f"that ingest did not write; say --collection NAME for a second one beside it, or "
-            f"--replace to have the files of {arguments.folder} in their place"
+            f"the collection {wanted.collection!r} in {wanted.chroma} has rows that ingest did not "
+            f"write; say --collection NAME for a second one beside it, or --replace to have the "
+            f"files of {arguments.folder} in their place"
         )
     settings = (before or wanted).told(given)
     if not 0 <= settings.chunk_overlap < settings.chunk_size:

@@ -226,7 +226,7 @@ def this_machine() -> str:
 
     from kvcache_rag.commands.machine import processor
 
-    return f"{processor()}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {torch.get_num_threads()} thread(s)"
 
 
 def collections_in(chroma: str) -> dict[str, Any]:
