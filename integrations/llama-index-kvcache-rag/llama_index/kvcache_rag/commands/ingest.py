@@ -103,11 +103,11 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
     documents, left_out = read_documents(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
+    _check_writable("--kv-dir", settings.kv_dir)
+    _check_writable("--chroma", settings.chroma)
     embed_model = embedding(settings.embed)
     llm = KVCacheLLM(**settings.of_llm)
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
-    _check_writable("--kv-dir", settings.kv_dir)
-    _check_writable("--chroma", settings.chroma)
     is_known = before is not None and before.spec == engine.spec
     settings = replace(settings, spec=engine.spec, full=settings.full if is_known else None)
     store = open_store(settings, llm)

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 NEAR: Final = {"minilm": 0.3}
 """Score from which on a chunk is near enough to a question to answer it, by embedding.
 
-TODO
+`minilm`: 0.3 is a cosine of 0.4.  It was chosen on the articles of the demo: the 24 questions that
+they answer have 0.319 and more, of 40 about other things 36 have less.  On the 40 questions of
+`tests/test_near.py` it is right: those that are answered begin at 0.325, the others end at 0.274.
+Who asks what a near text does not say is not told so; nor do its scores tell in German, which it
+does not read (0.30 to 0.45 where there is an answer, 0.27 to 0.38 where not).
+`hash` has none, as letters of "what" and "the" count as much: of the same 40 questions those that
+are answered have 0.19 to 0.47, the others 0.17 to 0.35.
 """
 
 # Of a row's node, as LlamaIndex numbers them: its document, the chunk before it, the one behind.
