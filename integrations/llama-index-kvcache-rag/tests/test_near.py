@@ -63,7 +63,7 @@ def test_ask_says_so(chroma: str, capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().out
 
     far = asked(UNANSWERED[0])
-    assert "no document is near enough to the question (0." in far
+    assert "no document is near enough to the question (the nearest has 0." in far
     assert json.loads(asked(UNANSWERED[0], "--json"))["near"] is False
     _, question = NOTES["radio.txt"]
     assert "near enough" not in asked(question)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from llama_index.core.storage.docstore import SimpleDocumentStore
 
+    from kvcache_rag import Metrics
     from kvcache_rag.integration import LeftOut
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill, KVCacheVectorStore
 
@@ -56,6 +57,7 @@ _TINY_NOTE: Final = (
     "--model smollm2 or a model of yours"
 )
 _EXAMPLE: Final = "ingest notes --model Qwen/Qwen2.5-0.5B-Instruct"
+_TIMES, _SECONDS = 3, 3.0  # that a question without cached chunks is measured at most
 _CHUNKS: Final = 4  # of the question that is measured: as many as `ask` takes unless told
 _SHOWN: Final = 20  # files taken out that are named
 
@@ -150,15 +152,20 @@ def _measure(settings: Settings, store: KVCacheVectorStore, llm: KVCacheLLM) -> 
     if not ids or (settings.full is not None and settings.full.machine == machine):
         return
     texts = [node.get_content(MetadataMode.LLM) for node in store.get_nodes(ids)]
-    answer = llm.engine.generate(
-        "What is this about?",
-        chunks=texts,
-        policy=FullRecompute(),
-        overflow="drop_lowest",
-        max_new_tokens=1,
-    )
-    cost = answer.metrics
-    full = FullPrefill(cost.prompt_tokens, cost.ttft, machine)
+    costs: list[Metrics] = []
+    # The least is nearest to the truth on a machine that does other things, too; one is enough of a
+    # model that takes long.
+    while len(costs) < _TIMES and sum(one.total for one in costs) < _SECONDS:
+        answer = llm.engine.generate(
+            "What is this about?",
+            chunks=texts,
+            policy=FullRecompute(),
+            overflow="drop_lowest",
+            max_new_tokens=1,
+        )
+        costs.append(answer.metrics)
+    least = min(costs, key=lambda one: one.ttft)
+    full = FullPrefill(least.prompt_tokens, least.ttft, machine)
     replace(settings, full=full).note(store.client)
 
 
