@@ -167,8 +167,9 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
         raise InvalidInputError(
             f"there is no collection {name!r} in {chroma}, only {', '.join(sorted(collections))}"
         )
-    names = (*OF_MODELS, "kv_dir", "embed")
-    given = {one: value for one in names if (value := getattr(arguments, one)) is not None}
+    options = (*OF_MODELS, "kv_dir", "embed")
+    said = {option: getattr(arguments, option) for option in options}
+    given = {option: value for option, value in said.items() if value is not None}
     found = Settings.of(collections[name], chroma)
     if found is None:
         found = _unnoted(Settings(chroma=chroma, collection=name), given)

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 NEAR: Final = {"minilm": 0.28}
 """Score from which on a chunk is near enough to a question to answer it, by embedding.
 
-`minilm`: 0.28 is a cosine of 0.36.  On the articles of the demo the 24 questions that they answer have
-0.319 and more, of 40 about other things 34 have less than 0.28; on the 40 of `tests/test_near.py` it is
-right: those that are answered begin at 0.325, the others end at 0.274.  Nearer to the latter, as a
-chunk about several things is farther from each (0.292 was seen), and a right answer that is called a
-guess is worse than the other mistake.  Who asks what a near text does not say is not told so; nor do
-scores tell in German, which it does not read (0.30 to 0.45 with an answer, 0.27 to 0.38 without).
+`minilm`: 0.28 is a cosine of 0.36. On the articles of the demo the 24 questions that they answer
+have 0.319 and more, of 40 about other things 34 have less than 0.28; on the 40 of
+`tests/test_near.py` it is right: those that are answered begin at 0.325, the others end at 0.274.
+Nearer to the latter, as a chunk about several things is farther from each (0.292 was seen), and a
+right answer that is called a guess is worse than the other mistake. Who asks what a near text does
+not say is not told so; nor do scores tell in German, which it does not read (0.30 to 0.45 with an
+answer, 0.27 to 0.38 without).
 `hash` has none, as letters of "what" and "the" count as much: of the same 40 questions those that
 are answered have 0.19 to 0.47, the others 0.17 to 0.35.
 """
