@@ -202,7 +202,9 @@ INGEST: Final = {
     "collection": "docs",
     "chunk_size": 128,
     "chunk_overlap": 8,
+    "spec": "5ec0",
 }
+FULL: Final = (500, 1.25, "a processor, 2 thread(s)")
 
 
 QUESTION_ROWS: Final[tuple[dict[str, Any], ...]] = (

@@ -11,7 +11,6 @@ import math
 import shutil
 import struct
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -33,6 +32,7 @@ from tests import golden_surfaces as surfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvcache_rag.kv import ChunkKey
     from kvcache_rag.stores import Hit
@@ -367,17 +367,13 @@ def test_questions_of_ones_own_are_read_as_ever() -> None:
 def test_what_ingest_noted_is_read_and_written_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llama_index.kvcache_rag.commands.corpus import Settings
+    from llama_index.kvcache_rag.commands.settings import FullPrefill, Settings
 
-    frozen = GOLDEN / "settings" / "chroma.docs.kvcache-rag.json"
+    frozen = (GOLDEN / "settings" / "ingest.json").read_text()
     monkeypatch.chdir(tmp_path)
-    path = Path(frozen.name)
-    shutil.copyfile(frozen, path)
-    found = Settings.find("chroma", "docs")
-    assert found == Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]  # of JSON
-    path.unlink()
-    found.save()
-    assert path.read_bytes() == frozen.read_bytes()
+    found = Settings.of_text(frozen, "chroma", "docs")
+    assert found == Settings(full=FullPrefill(*cases.FULL), **cases.INGEST)  # type: ignore[arg-type]  # of JSON
+    assert found.to_text() == frozen
 
 
 def test_settings_of_llama_index_are_as_ever() -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from kvcache_rag.integration import parameter_count
-from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store
+from llama_index.kvcache_rag.commands.corpus import embedding, open_store
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
+from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
