@@ -103,20 +103,19 @@ def _cells(panel: Any, mask: torch.Tensor, computed: set[int]) -> None:
 
 def stitching(file: Path = DOCS / "stitching.svg") -> None:
     """Above, chunks that are prefilled apart; below, those that a question needs, in its order."""
-    figure, panel = _drawing(50)
-    panel.text(0, 47, "Offline, once per chunk", fontsize=TEXT, weight="bold")
+    figure, panel = _drawing(46)
+    panel.text(0, 43, "Offline, once per chunk: to disk", fontsize=TEXT, weight="bold")
     for number, name in enumerate("ABCD"):
         parts = [("instr.", 10, PLAIN), (f"chunk {name}", 17, STORED)]
-        _row(panel, 31 * (number % 2), 40 - 7 * (number // 2), parts)
-    panel.text(0, 29.5, "on disk: keys and values", fontsize=TEXT)
-    panel.text(0, 19, "For a question: D and B were found", fontsize=TEXT, weight="bold")
-    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk B", 17, STORED)]
-    _row(panel, 0, 9, [*parts, ("question", 16, NOW)])
-    # From the right of D and of B down to their places.
-    _arrow(panel, (49, 32.6), (19, 14.4))
-    _arrow(panel, (59.5, 39.6), (36, 14.4))
-    panel.text(27, 5.4, "loaded, keys rotated", fontsize=TEXT, ha="center")
-    panel.text(52, 5.4, "computed", fontsize=TEXT, ha="center")
+        _row(panel, 31 * (number % 2), 36 - 7 * (number // 2), parts)
+    for height, line in ((21, "For a question:"), (17.5, "D and C fit it")):
+        panel.text(0, height, line, fontsize=TEXT, weight="bold")
+    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk C", 17, STORED)]
+    _row(panel, 0, 7, [*parts, ("question", 16, NOW)])
+    for source, target in ((49.5, 18.5), (18.5, 35.5)):
+        _arrow(panel, (source, 28.6), (target, 11.6))
+    panel.text(27, 3, "loaded, keys rotated", fontsize=TEXT, ha="center")
+    panel.text(52, 3, "computed", fontsize=TEXT, ha="center")
     save_plot(figure, file, "stitching")
 
 
@@ -124,16 +123,16 @@ def states(file: Path = DOCS / "states.svg") -> None:
     """The state of a recurrent layer on its way through a prompt of stored chunks."""
     figure, panel = _drawing(33)
     panel.text(10, 29, "stored with them:", fontsize=TEXT)
-    for middle, names in ((18.5, "$F_D, A_D$"), (35.5, "$F_B, A_B$")):
+    for middle, names in ((18.5, "$F_D, A_D$"), (35.5, "$F_C, A_C$")):
         panel.text(middle, 25.5, names, fontsize=TEXT, ha="center")
-    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk B", 17, STORED)]
+    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk C", 17, STORED)]
     _row(panel, 0, 19, [*parts, ("question", 16, NOW)])
     # Where the state stands, and what it is there.
     places = ((10, "$S_p$"), (27, "$F_D$"), (44, ""))
     for place, state in places:
         panel.plot([place - 0.2], [14], marker="o", markersize=6, color=PLAIN)
         panel.text(place - 0.2, 9, state, fontsize=TEXT, ha="center")
-    panel.text(44, 9, "$F_B + A_B\\,(F_D - S_p)$", fontsize=TEXT, ha="center")
+    panel.text(44, 9, "$F_C + A_C\\,(F_D - S_p)$", fontsize=TEXT, ha="center")
     for source, target in ((10.8, 26), (27.8, 43), (44.8, 59)):
         _arrow(panel, (source, 14), (target, 14))
     panel.text(0, 4, "the state after each part", fontsize=TEXT)
@@ -163,6 +162,8 @@ def first(file: Path = DOCS / "first.svg") -> None:
             color=colour,
         )
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xticks(range(0, tokens[-1], 1000))
     panel.set_xlim(0, tokens[-1] * 1.4)
     panel.set_xlabel("tokens of documents", fontsize=TEXT)
     panel.set_ylabel("seconds to the first token", fontsize=TEXT)
