@@ -456,6 +456,22 @@ class Starter:
     llama: Llama | None = None
     vllm: Vllm | None = None
 
+    def ready(self, name: str, model: Model, threads: int, system: str) -> Side | None:
+        """A side that has told its facts, None if it cannot run here."""
+        side = None
+        try:
+            side = self.start(name, model, threads, system)
+            facts = side.facts()
+        except (RuntimeError, OSError) as error:
+            facts = {"error": str(error)}
+        self.journal.add({"sides": {f"{model.name} {name}": facts}})
+        if "error" not in facts:
+            return side
+        print(f"{name} cannot run here: {facts['error']}", flush=True)
+        if side is not None:
+            side.close()
+        return None
+
     def start(self, name: str, model: Model, threads: int, system: str) -> Side:
         """A side whose template has this instruction.
 
@@ -512,30 +528,14 @@ class Driver:
         with ExitStack() as stack:
             sides: dict[str, Side] = {}
             for name in dict.fromkeys(job.side for job in todo):
-                side = self._started(name, model, todo[0].threads)
+                side = self.starter.ready(name, model, todo[0].threads, model.asked.system)
                 if side is not None:
                     sides[name] = stack.enter_context(closing(side))
+                    prompt = model.asked.prompt(WARM_UP, 0, QUICK[1, 1024].full)
+                    side.ask({**prompt, "kind": "cold", "new": 8, "before": prompt["context"]})
             for left, job in zip(range(len(todo), 0, -1), todo, strict=True):
                 if job.side in sides:
                     self._ask(sides[job.side], model.asked, job, left)
-
-    def _started(self, name: str, model: Model, threads: int) -> Side | None:
-        """A side that is ready and warm, None if it cannot run here."""
-        side = None
-        try:
-            side = self.starter.start(name, model, threads, model.asked.system)
-            facts = side.facts()
-        except (RuntimeError, OSError) as error:
-            facts = {"error": str(error)}
-        self.journal.add({"sides": {f"{model.name} {name}": facts}})
-        if side is None or "error" in facts:
-            print(f"{name} cannot run here: {facts['error']}", flush=True)
-            if side is not None:
-                side.close()
-            return None
-        prompt = model.asked.prompt(WARM_UP, 0, QUICK[1, 1024].full)
-        side.ask({**prompt, "kind": "cold", "new": 8, "before": prompt["context"]})
-        return side
 
     def _ask(self, side: Side, asked: Material, job: Job, left: int) -> None:
         prompt = asked.prompt(job.context, job.order, job.question)

@@ -328,11 +328,13 @@ class Way:
     right: tuple[str, str]
 
 
-# Whose answers a side has that computes everything, or what is equal to it.
-_EXACT: Final = {
-    "llama-Q8_0": ("llama-Q8_0", "cold"),
-    "llama-file": ("ours-llama", "full"),
-}
+def exact_side(side: str) -> tuple[str, str]:
+    """Side and kind that answer as a side's weights do when everything is computed."""
+    if side in ("ours-int8", "ours-int4", "ours-llama"):
+        return side, "full"
+    if side in ("llama-Q8_0", "llama-file"):
+        return side, "cold"
+    return "ours-auto", "full"  # in bfloat16 it is one model, whoever computes it
 
 
 def ways(side: str) -> tuple[Way, ...]:
@@ -345,8 +347,7 @@ def ways(side: str) -> tuple[Way, ...]:
         )
     if side == "kvboost":
         return (Way("", "reorder", "cold", "prefix", (side, "reorder")),)
-    # In bfloat16 it is one model, whoever computes it.
-    own = Way("", "reorder", "cold", "prefix", _EXACT.get(side, ("ours-auto", "full")))
+    own = Way("", "reorder", "cold", "prefix", exact_side(side))
     if side.startswith("llama"):
         return (own, Way("--cache-reuse", "shift", "", "", (side, "shift")))
     return (own,)
