@@ -422,9 +422,10 @@ def memory(pids: Sequence[int]) -> dict[str, float]:
 
 
 def _status(pid: int) -> dict[str, float]:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    lines: list[str] = []
+    with suppress(OSError):  # a helper may have ended meanwhile, or be about to
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     found = dict(line.split(":", 1) for line in lines)
-    # A helper that is about to end has no memory any more.
     names = ("VmHWM", "RssFile", "RssAnon")
     return {name: int(found.get(name, "0").split()[0]) / _MIB for name in names}
 
