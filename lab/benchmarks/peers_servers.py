@@ -394,7 +394,7 @@ class VllmSide:
             "PYTHONPATH": "",
             **(_LMCACHE if lmcache else {}),
         }
-        self._salt, self._context = "", [0]
+        self._salt, self._context, self._lmcache = "", [0], lmcache
         self._server = Server(command, port, log, environment)
         self.pids, self.close = self._server.pids, self._server.close
 
@@ -403,7 +403,10 @@ class VllmSide:
         return {"vllm": self._server.call("GET", "/version", None)["version"]}
 
     def _body(self, prompt: list[int], new: int) -> dict[str, Any]:
+        # The salt is vLLM's cache's, the tag LMCache's.
+        tagged = {"kv_transfer_params": {"lmcache.tag.salt": self._salt}} if self._lmcache else {}
         return {
+            **tagged,
             "model": "model",
             "prompt": prompt,
             "max_tokens": new,

@@ -388,7 +388,7 @@ def test_vllm_finds_what_a_kind_wants_it_to_know() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     side = VllmSide.__new__(VllmSide)
-    side._salt, side._context = "", [0]
+    side._salt, side._context, side._lmcache = "", [0], True
     side._server = Server.__new__(Server)
     side._server._port = server.server_address[1]
     job = {"prefix": [1], "context": [1, 2, 3], "query": [9], "new": 4}
@@ -408,5 +408,7 @@ def test_vllm_finds_what_a_kind_wants_it_to_know() -> None:
     assert [one for one, _ in prompts("prefix")] == [whole]
     job["context"] = [1, 3, 2]
     assert [one for one, _ in prompts("prefix")] == [[1, 3, 2, 9]] * 2
+    tags = [body["kv_transfer_params"]["lmcache.tag.salt"] for body in _Engine.asked]
+    assert tags == [body["cache_salt"] for body in _Engine.asked]
     server.shutdown()
     server.server_close()
