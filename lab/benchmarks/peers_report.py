@@ -362,7 +362,9 @@ def table_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for row in rows:
         known[row.model, row.threads, row.context, row.side][row.kind] = row
     lines = []
-    for (model, threads, context, side), kinds in known.items():
+    ours_first = sorted(known, key=lambda at: (*at[:3], not at[3].startswith("ours"), at[3]))
+    for model, threads, context, side in ours_first:
+        kinds = known[model, threads, context, side]
         for way in ways(side):
             new, cold, same = (kinds.get(kind) for kind in (way.new, way.cold, way.same))
             # Memory is that of answering where something is known, if there is such a kind.
@@ -449,5 +451,6 @@ def with_right(report: Mapping[str, Any], right: Right) -> dict[str, Any]:
     table = []
     for line in report["table"]:
         found = right.get((line["model"], *ways_of[line["side"], line["way"]]), {})
-        table.append({**line, "right": found.get("right"), "of rows": found.get("rows")})
+        shares = found.get("right") and {name: 100 * one for name, one in found["right"].items()}
+        table.append({**line, "right %": shares, "of rows": found.get("rows")})
     return {**report, "table": table}
