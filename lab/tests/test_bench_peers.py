@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,7 @@ class _Asked:
 
 
 class _Small(Model):
-    @property
+    @cached_property
     def asked(self) -> Any:
         return _Asked()
 

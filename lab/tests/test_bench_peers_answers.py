@@ -126,15 +126,10 @@ def asking(
         return Starter(options.work, peers.Journal(options.work / file, facts, fresh=fresh))
 
     class Small(peers.Model):
-        name = "small"
-
-        def __init__(self, given: str) -> None:
-            super().__init__(given)
-
         def facts(self) -> dict[str, str]:
             return {"sha256": "12"}
 
-    Small.tokenizer = tokenizer
+    monkeypatch.setattr(Small, "tokenizer", tokenizer)
     monkeypatch.setattr(peers, "Model", Small)
     monkeypatch.setattr(peers_answers, "prepare", prepared)
     rows = [Rows(_Task(), [*map(Asked.of, QUESTIONS)])]  # type: ignore[arg-type]  # a fake
