@@ -346,10 +346,9 @@ def test_llama_cpp_has_no_amx_of_an_old_gcc(cpu: str, compiler: str, is_without:
 
 def test_the_first_error_of_a_log_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text(
-        "WARNING ImportError: x\n  File x\nModuleNotFoundError: No module named 'cuda'\nRuntimeError: y\n"
-    )
-    assert error_in(log) == "ModuleNotFoundError: No module named 'cuda'"
+    error = "ModuleNotFoundError: No module named 'cuda'"
+    log.write_text(f"WARNING ImportError: x\n  File x\n{error}\nRuntimeError: y\n")
+    assert error_in(log) == error
     log.write_text("Killed\n\n")
     assert error_in(log) == "Killed"
 
