@@ -142,14 +142,12 @@ def name_of(model: str, record: Mapping[str, Any]) -> str:
 
 def prompt_of(renderer: PromptRenderer, asked: Asked) -> dict[str, Any]:
     """One row as text and as ids, and its documents in another order."""
-    texts = asked.question.chunks
-    ids = renderer.tokenize(asked.question.question, texts)
-    other = renderer.tokenize(
-        asked.question.question, [texts[index] for index in order_of(len(texts), 1)]
-    )
+    question, texts = asked.question.question, asked.question.chunks
+    ids = renderer.tokenize(question, texts, ())
+    other = renderer.tokenize(question, [texts[at] for at in order_of(len(texts), 1)], ())
     return {
         "texts": [*texts],
-        "question": asked.question.question,
+        "question": question,
         "prefix": [*ids.prefix],
         "context": [*ids.context],
         "query": [*ids.query],

@@ -74,7 +74,7 @@ def test_answers_end_where_the_model_ended_them(tokenizer: Any) -> None:
 def test_a_peer_knows_the_documents_in_another_order(tokenizer: Any) -> None:
     renderer = PromptRenderer(PromptTemplate("Be short.\n\n"), tokenizer)
     made = prompt_of(renderer, Asked.of(QUESTIONS[0]))
-    ids = renderer.tokenize("Who moved?", QUESTIONS[0].chunks)
+    ids = renderer.tokenize("Who moved?", QUESTIONS[0].chunks, ())
     assert (made["context"], made["query"]) == ([*ids.context], [*ids.query])
     assert made["before"] != made["context"]
     assert sorted(made["before"]) == sorted(made["context"])
@@ -92,8 +92,8 @@ def test_what_was_found_of_ours_is_not_asked_again(
 ) -> None:
     asked = [*map(Asked.of, QUESTIONS)]
     kept = KeptRows()
-    kept.keep(asked[1], 1, "full", {"right": 1, "wrong_document": 0})
-    kept.keep(asked[1], 1, "bestlast", {"right": 0})
+    kept.keep(asked[1], 1, "full", {"right": 1, "wrong_document": 0, "computed": 1})
+    kept.keep(asked[1], 1, "bestlast", {"right": 0, "computed": 0})
     file = tmp_path / "llamacpp_answers.json"
     monkeypatch.setattr(peers_answers, "result_file", lambda name: tmp_path / f"{name}.json")
     for name, form in (("plain", ""), ("other", "word-user")):
