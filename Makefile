@@ -12,7 +12,7 @@ WORKERS ?= 0
 DEMO ?=
 # Arguments of `make bench-serving`, such as --corpus FILE or --quick.
 SERVING ?=
-# Arguments of `make bench-peers`, such as --work FOLDER or --llama-bin FOLDER.
+# Arguments of `make bench-peers`, such as --models smollm2 MODEL.gguf or --vllm-venv FOLDER.
 PEERS ?=
 # A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
 BENCH ?=
@@ -172,7 +172,7 @@ bench: $(VENV)/.installed-demo ## Measure time to first token, decoding and memo
 bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the committed one; BENCH= a report
 	$(BIN)/python -m benchmarks.check $(BENCH)
 
-bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost and stock transformers: an hour at most; goes on where it stopped
+bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost, vLLM and stock transformers: an hour a model; goes on where it stopped
 	$(BIN)/python -m benchmarks.peers $(PEERS)
 
 bench-growth: $(VENV)/.installed-demo ## Measure how costs grow with chunks and tokens (ten minutes; goes on where it stopped)

@@ -3,7 +3,7 @@
     python -m benchmarks.llamacpp --models smollm2 MODEL.gguf
     python -m benchmarks.render llamacpp
 
-The same file, the same prompts (`peers_sides.material`), the same llama.cpp (that of
+The same file, the same prompts (`peers_prompts.material`), the same llama.cpp (that of
 llama-cpp-python, which has to be installed), keys and values in 16 bits, flash attention off.  Each
 side is a process of its own and they take turns, prompt by prompt:
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.common import commit, described, load, processor_of, read, result_file, write
-from benchmarks.peers_sides import CHUNK, Material, material
+from benchmarks.peers_prompts import CHUNK, Material, material
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
