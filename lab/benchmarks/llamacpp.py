@@ -111,9 +111,8 @@ def measured(
                 for kind in KINDS[name]:
                     if kind == "full" and not 0 < number <= options.full:
                         continue
-                    if kind == "beginning" and number > options.full:
-                        continue  # what it holds has to be computed before each
-                    job = {**about.prompt(context, number, number), "kind": kind, "new": NEW}
+                    order = 1 if kind == "beginning" else number  # what was computed last, or once
+                    job = {**about.prompt(context, order, number), "kind": kind, "new": NEW}
                     found = side.ask(job)
                     if number:
                         records[name, kind].append(found)
