@@ -22,8 +22,8 @@ from kvcache_rag.integration import lasting_adapter, open_engine
 from kvcache_rag.models import adapters
 from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.names import PACKAGED
-from kvcache_rag.models.pretrained import brought_template, chosen_adapter, load
+from kvcache_rag.models.names import PACKAGED, chosen_adapter
+from kvcache_rag.models.pretrained import brought_template, load
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag.settings import EngineSettings
 from kvcache_rag_server import startup

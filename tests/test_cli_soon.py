@@ -35,6 +35,7 @@ WRONG = (
     ("build tiny corpus.jsonl --kv-dir kv --workers 0", "--workers must be at least 1"),
     ("build tiny corpus.jsonl --kv-dir kv --kv-max-bytes 10XB", "a number of bytes such as 10GB"),
     ("demo tiny --min-ratio x", "--min-ratio must be a number, not 'x'"),
+    ("demo smollm2 --questions 31", "--questions must be 1 to 30, not 31"),
     ("demo org/none", "it is not on this machine, and HF_HUB_OFFLINE keeps it from being"),
     ("eval --task hotpot", "there is no task 'hotpot'; did you mean hotpotqa?"),
     ("eval --metric rouge", "no task has the metric 'rouge'"),

@@ -41,7 +41,8 @@ from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.language import lock_of
-from kvcache_rag.models.pretrained import chosen_adapter, language_model, load
+from kvcache_rag.models.names import chosen_adapter
+from kvcache_rag.models.pretrained import language_model, load
 from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary

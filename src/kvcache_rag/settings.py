@@ -430,7 +430,8 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
         )
 
     def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
-        from kvcache_rag.models.pretrained import chosen_adapter, load
+        from kvcache_rag.models.names import chosen_adapter
+        from kvcache_rag.models.pretrained import load
 
         tokenizer = self._load_tokenizer(tokenizer, is_loaded=model is not None)
         if model is not None:

@@ -381,7 +381,7 @@ def test_without_a_model_smollm2_is_taken_where_it_is_installed(
         (["empty"], "no file with text (.docx, .htm, .html, .md, .pdf, .txt) in empty"),
         (["latin"], "is not UTF-8"),
         (["texts", "--chunk-overlap", "300"], "--chunk-overlap"),
-        (["texts", "--embed", "./no/such/embedding"], "cannot load the embedding"),
+        (["texts", "--embed", "./no/such/embedding"], "there is no embedding folder ./no/such"),
         (["texts", "--embed", "hash", "--model", "./no/such/model"], "no model folder"),
         (["texts/keeper.txt"], "texts/keeper.txt is a file; name its folder, texts"),
     ],

@@ -59,7 +59,8 @@ def _settings(arguments: argparse.Namespace) -> EngineSettings:
 
 
 def _load(settings: EngineSettings) -> Any:
-    from kvcache_rag.models.pretrained import chosen_adapter, load
+    from kvcache_rag.models.names import chosen_adapter
+    from kvcache_rag.models.pretrained import load
 
     model, _, _ = load(
         settings.model,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, check_name, close_to, expanded
+from kvcache_rag.models.adapters import NO_ADAPTER, is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -138,6 +139,24 @@ def check_there(
         known.place(str(name))
         return
     reached(_resolved(name, kind, names), options or {}, kind)
+
+
+def chosen_adapter(
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
+) -> str | os.PathLike[str] | None:
+    """The adapter that a model is loaded with; None for none.
+
+    Args:
+        name: Of the model.
+        adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
+            `PACKAGED`, where it is installed.
+    """
+    if adapter == NO_ADAPTER:
+        return None
+    known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
+    if adapter is None and known is not None and is_installed(known.adapter):
+        return known.adapter
+    return adapter
 
 
 def _resolved(name: str | os.PathLike[str], kind: str, names: Collection[str]) -> str:

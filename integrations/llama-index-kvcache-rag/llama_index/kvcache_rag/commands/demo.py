@@ -110,8 +110,14 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be used, before any model is loaded."""
     from kvcache_rag import InvalidInputError
 
-    if arguments.seed is not None and arguments.model != TINY:
+    if arguments.model == TINY:
+        return
+    if arguments.seed is not None:
         raise InvalidInputError("--seed decides the facts that tiny is asked about; leave it out")
+    from llama_index.kvcache_rag.articles import read_questions
+    from llama_index.kvcache_rag.commands.demo_articles import spread
+
+    spread(read_questions(), arguments.questions)
 
 
 def _demo(arguments: argparse.Namespace) -> Demo:
