@@ -97,7 +97,7 @@ def _sources(work: Path) -> Path:
     if not folders:
         print("llama.cpp: fetching the sources", flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
-        _run([*pip, "--no-deps", "--no-binary", ":all:", "llama-cpp-python", "-d", str(work)])
+        _run([*pip, "--no-deps", "--no-binary", "llama-cpp-python", "llama-cpp-python", "-d", str(work)])
         archive = sorted(work.glob("llama_cpp_python-*.tar.gz"))[-1]
         with tarfile.open(archive) as opened:
             opened.extractall(work, filter="data")
