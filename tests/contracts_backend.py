@@ -25,7 +25,8 @@ from serve_works import (
     text_of,
 )
 
-from kvcache_rag import BestLast, ContextTooLongError, KVCacheRagError, Message
+from kvcache_rag import BestLast, KVCacheRagError, Message
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Piece, Prefilled, Started
 
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class BackendContract:
         assert await backend.models() == {"reader": reader().context_window}
 
     async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
-        assert await backend.own_policy() == OwnPolicy("reordered")
+        assert await backend.own_policy() == OwnPolicy("reuse")
 
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import kvcache_rag
-from kvcache_rag import InvalidInputError, ReusePolicy, policy_by_name
+from kvcache_rag import InvalidInputError
+from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.selection import candidates
 from kvcache_rag.stitching.stitch import StitchedPrompt
 from tests.golden_cases import GOLDEN

@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag import (
-    Answer,
-    ChunkKV,
-    Codec,
-    DiskStore,
-    Engine,
-    Metrics,
-    PromptTemplate,
-    policy_by_name,
-)
-from kvcache_rag.codecs import CODECS
+from kvcache_rag import Answer, DiskStore, Engine, Metrics, PromptTemplate
+from kvcache_rag.codecs import CODECS, Codec
 from kvcache_rag.codecs import by_name as codec_by_name
+from kvcache_rag.kv import ChunkKV
 from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag.verdict import Identity
 from kvcache_rag_lab.finetune.config import FinetuneConfig, JsonlData, ReaderData
 from kvcache_rag_lab.reader import make_example
@@ -209,7 +202,9 @@ INGEST: Final = {
     "collection": "docs",
     "chunk_size": 128,
     "chunk_overlap": 8,
+    "spec": "5ec0",
 }
+FULL: Final = (500, 1.25, "a processor, 2 thread(s)")
 
 
 QUESTION_ROWS: Final[tuple[dict[str, Any], ...]] = (

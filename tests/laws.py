@@ -14,19 +14,15 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    Engine,
-    MemoryStore,
-    Message,
-    PromptTemplate,
-    ReusePolicy,
-    UnsupportedModelError,
-)
+from kvcache_rag import Engine, MemoryStore, Message, PromptTemplate
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.mask import MaskedSequence, block_mask
 from kvcache_rag.models.cache import CACHE_NAME, growing_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvcache_rag.policies import ReusePolicy
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import access
 
-from kvcache_rag import Answer, Engine, MemoryStore, Metrics, policy_by_name
+from kvcache_rag import Answer, Engine, MemoryStore, Metrics
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.backend import BackendRequest, Failed, Finished, Piece, Started
 from kvcache_rag_server.worker import Served
 

@@ -16,16 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
 
-from kvcache_rag import (
-    Auxiliary,
-    ContextTooLongError,
-    Engine,
-    InvalidInputError,
-    MemoryStore,
-    PromptTemplate,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller

@@ -14,18 +14,17 @@ from torch import Tensor
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
-    Auxiliary,
     CacheClip,
-    CorruptChunkError,
     Engine,
     FullRecompute,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
     Reuse,
-    StoredChunk,
 )
-from kvcache_rag.auxiliary import ChunkAttention
+from kvcache_rag.auxiliary import Auxiliary, ChunkAttention
+from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag_lab.evaluation.auxiliary import _main_weights, attention_agreement

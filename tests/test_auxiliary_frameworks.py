@@ -12,7 +12,8 @@ import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 
-from kvcache_rag import Auxiliary, CacheClip, Engine, InvalidInputError
+from kvcache_rag import CacheClip, Engine, InvalidInputError
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.integration.engine import open_engine
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.settings import EngineSettings

@@ -12,17 +12,17 @@ from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
-    CorruptChunkError,
     Engine,
     FullRecompute,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
     Reuse,
-    ReusePolicy,
     TieredStore,
 )
+from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.integration import open_engine
+from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag_server.prefetch import twin
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag import ChunkKey, ChunkKV
+    from kvcache_rag.kv import ChunkKey, ChunkKV
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
 

@@ -30,16 +30,11 @@ from laws import (
 from torch import Tensor
 from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
-from kvcache_rag import (
-    BestLast,
-    DiskStore,
-    Engine,
-    Reuse,
-    ReusePolicy,
-    StoredChunk,
-)
+from kvcache_rag import BestLast, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.mask import block_mask
+from kvcache_rag.policies import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ import torch
 from laws import by_place, refused
 from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, Int4, Int8, MemoryStore, Native, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.codecs import Int4, Int8, Native
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.kv.rotary import rotate
 from kvcache_rag.models.rotation import unrotated

@@ -6,32 +6,26 @@ import pickle
 from typing import Any
 
 import pytest
+from public import HOMES, TOP, public
 from sending import Row, check_elsewhere, check_here
 from small import make_model, make_tokenizer
 from verdicts import make_verdict
 
-import kvcache_rag
-from kvcache_rag import (
-    Auxiliary,
-    DiskStore,
-    Engine,
-    Gate,
-    MemoryStore,
-    RemoteStore,
-    Reuse,
-    StoredChunk,
-    StoredChunks,
-    TieredStore,
-)
+from kvcache_rag import DiskStore, Engine, MemoryStore, RemoteStore, Reuse, TieredStore
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.generation import StoredChunk
+from kvcache_rag.stores import StoredChunks
 from kvcache_rag.stores.folder import Folder
+from kvcache_rag.verdict import Gate
 
+NAMES = sorted([*TOP, *HOMES])
 TEXTS = ["The cat sat on the mat.", "A dog ran."]
 # Types and functions: sent by their names.
 BY_NAME = (
     *("ByteStore", "ChunkStore", "Codec", "ReusePolicy", "Scorer", "WeightFormat"),
     *("cancellable", "in_thread", "pack_weights", "policy_by_name", "unpack_weights"),
 )
-ERRORS = [name for name in kvcache_rag.__all__ if name.endswith("Error")]
+ERRORS = [name for name in NAMES if name.endswith("Error")]
 POLICIES = (
     *("Ape", "BestLast", "CacheBlend", "CacheClip", "Combination", "FullRecompute"),
     *("LegoLink", "ProphetKV", "Reuse"),
@@ -68,18 +62,16 @@ def rows(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         return stream
 
     return {
-        **{name: Row(lambda name=name: getattr(kvcache_rag, name)) for name in BY_NAME},
+        **{name: Row(lambda name=name: public(name)) for name in BY_NAME},
         **{
-            name: Row(
-                lambda name=name: getattr(kvcache_rag, name)("what"), "type(value), str(value)"
-            )
+            name: Row(lambda name=name: public(name)("what"), "type(value), str(value)")
             for name in ERRORS
         },
         "MissingExtraError": Row(
-            lambda: kvcache_rag.MissingExtraError("package", "extra"), "str(value)"
+            lambda: public("MissingExtraError")("package", "extra"), "str(value)"
         ),
-        **{name: Row(lambda name=name: getattr(kvcache_rag, name)()) for name in POLICIES},
-        **{name: Row(lambda name=name: getattr(kvcache_rag, name)()) for name in CODECS},
+        **{name: Row(lambda name=name: public(name)()) for name in POLICIES},
+        **{name: Row(lambda name=name: public(name)()) for name in CODECS},
         "Answer": Row(lambda: engine.generate("Who?", TEXTS, max_new_tokens=2)),
         "AnswerStream": Row(
             lambda: read(engine.stream("Who?", TEXTS, max_new_tokens=2)),
@@ -101,13 +93,13 @@ def rows(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "Engine": Row(
             lambda: engine, "value.spec, value.model, value.store", refused="holds a loaded model"
         ),
-        "Entry": Row(lambda: kvcache_rag.Entry("name", 1, 2.0, 3.0)),
+        "Entry": Row(lambda: public("Entry")("name", 1, 2.0, 3.0)),
         "Explained": Row(lambda: engine.explain("Who?", TEXTS)),
         "Gate": Row(lambda: Gate(verdict), "repr(value)"),
         "MemoryStore": Row(
             lambda: used(MemoryStore(1 << 20, tier="near")), "value.max_bytes, value.tier"
         ),
-        "Message": Row(lambda: kvcache_rag.Message("user", "what?")),
+        "Message": Row(lambda: public("Message")("user", "what?")),
         "Metrics": Row(lambda: engine.generate("Who?", TEXTS, max_new_tokens=2).metrics),
         "PromptIds": Row(lambda: engine.tokenize("Who?", TEXTS)),
         "PromptTemplate": Row(lambda: engine.template),
@@ -125,10 +117,10 @@ def rows(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def test_every_public_name_has_a_row(rows: dict[str, Row]) -> None:
-    assert sorted(rows) == kvcache_rag.__all__
+    assert sorted(rows) == NAMES
 
 
-@pytest.mark.parametrize("name", kvcache_rag.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_copied_and_pickled_or_says_why_not(name: str, rows: dict[str, Row]) -> None:
     check_here(rows[name])
 

@@ -14,16 +14,10 @@ from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine
 from torch import Tensor
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    Auxiliary,
-    Combination,
-    DiskStore,
-    Engine,
-    FullRecompute,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import Combination, DiskStore, Engine, FullRecompute, PromptTemplate
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.codecs import Int8
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.deferred.attention import is_fast
 

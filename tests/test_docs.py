@@ -9,6 +9,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from pictures import LEAST, smallest_letters
 
 from benchmarks.common import read, result_file
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
@@ -119,6 +120,10 @@ def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
     told = f"loses {-100 * lost['value']:.1f} points of right answers to full prefill"
     assert f"{told} ({least:.1f} to {most:.1f})" in text
     assert most > 2, "its bar"
+
+
+def test_the_readme_says_what_smollm2_gains_and_what_chunks_take() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     case = read(result_file("when_not"))["cases"][-1]
     full, cached = (statistics.median(case[side]) for side in ("full", "cached"))
     assert all(figure in text for figure in (said(full), said(cached)))
@@ -126,11 +131,21 @@ def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
     confirmed = read(result_file("smollm2_confirmation"))["scores"]
     block, control = (
         next(one["f1"][0] for one in confirmed if (one["model"], one["policy"]) == way)
-        for way in (("block", "reordered"), ("control", "full prefill"))
+        for way in (("block", "reuse"), ("control", "full prefill"))
     )
-    digits = 0 if page == "README.md" else 1
-    assert f"{100 * block:.{digits}f}" in text
-    assert f"{100 * control:.{digits}f}" in text
+    assert f"it has F1 {100 * block:.0f} on" in text
+    assert f"for full prefill has {100 * control:.0f}" in text
+    sizes = {one["model"]: one for one in read(result_file("sizes"))["chunks"]}
+    for model in ("Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"):
+        assert f"{sizes[model]['native'] / 1000:.0f} MB on disk for {model}" in text or (
+            f"{sizes[model]['native'] / 1000:.0f} MB for {model}" in text
+        )
+        assert sizes[model]["int8"] == pytest.approx(sizes[model]["native"] / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.svg")))
+def test_a_picture_can_be_read_on_a_telephone(name: str) -> None:
+    assert smallest_letters(ROOT / "docs" / name) >= LEAST
 
 
 def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:

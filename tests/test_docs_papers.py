@@ -1,4 +1,4 @@
-"""docs/papers.md: its pages, sections, commands and tasks are there, and no row claims nothing."""
+"""docs/papers.md: its pages, sections, commands and tasks; every row has ours, or why not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from kvcache_rag_lab.evaluation.tasks import task_names
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-STATUSES = {
-    "reproduced",
-    "in part",
-    "computed",
-    "can be asked",
-    "not here",
-    "a drawing",
-    "contents unknown",
-}
 PAPERS = ("TurboRAG", "CacheClip", "LazyAttention", "Shared RAG-DCache")
 
 
@@ -37,26 +28,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_paper_has_rows_of_known_status() -> None:
+def test_every_paper_has_rows() -> None:
     headings = re.findall(r"^## (.+?) \(arXiv [\d.]+\)$", PAGE, re.MULTILINE)
     assert tuple(headings) == PAPERS
-    found = rows()
-    assert len(found) > 30
-    assert all(len(row) == 4 for row in found)
-    assert {row[1] for row in found} == STATUSES
-    legend = PAGE.partition("## TurboRAG")[0]
-    assert all(f"| {status} |" in legend for status in STATUSES)
+    assert len(rows()) > 40
+    assert len(PAGE.split()) <= 4500
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:40])
-def test_a_row_says_where_or_why_not(row: list[str]) -> None:
-    _, status, where, why = row
-    if status in {"reproduced", "in part", "computed", "can be asked", "a drawing"}:
-        assert where, "neither page nor command"
-    if status in {"in part", "can be asked", "not here"}:
-        assert why, "neither what is missing nor why"
-    if status == "can be asked":
-        assert "needs" in why
+def test_a_row_says_theirs_and_ours_or_why_not(row: list[str]) -> None:
+    _, theirs, ours, how = row
+    assert theirs
+    assert how, "neither page nor command nor reason"
+    if not ours:
+        assert "needs" in how
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", PAGE))))

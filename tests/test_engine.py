@@ -14,18 +14,17 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     Answer,
-    ChunkNotFoundError,
     Engine,
-    FingerprintMismatchError,
     FullRecompute,
     InvalidInputError,
     MemoryStore,
     Message,
     PromptTemplate,
     Reuse,
-    StoredChunk,
     TieredStore,
 )
+from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError
+from kvcache_rag.generation import StoredChunk
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,13 +19,10 @@ from laws import (
 from torch import Tensor
 from zoo import FAMILIES, SEVERAL
 
-from kvcache_rag import (
-    CacheClip,
-    Engine,
-    FullRecompute,
-    Reuse,
-    ReusePolicy,
-)
+from kvcache_rag import CacheClip, Engine, FullRecompute, Reuse
+
+if TYPE_CHECKING:
+    from kvcache_rag.policies import ReusePolicy
 
 
 class Letters:

@@ -23,19 +23,16 @@ from kvcache_rag import (
     Ape,
     CacheBlend,
     CacheClip,
-    ChunkNotFoundError,
     Combination,
-    ContextTooLongError,
     Engine,
     FullRecompute,
     InvalidInputError,
     LegoLink,
     Reuse,
-    ReusePolicy,
-    StoredChunk,
-    UnsupportedModelError,
 )
-from kvcache_rag.generation import buffered
+from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, UnsupportedModelError
+from kvcache_rag.generation import StoredChunk, buffered
+from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.stitching.stitch import placed
 
 if TYPE_CHECKING:

@@ -17,17 +17,16 @@ from kvcache_rag import (
     Combination,
     DiskStore,
     Engine,
-    FingerprintMismatchError,
     FullRecompute,
-    Gate,
-    Int8,
     InvalidInputError,
     LegoLink,
     MemoryStore,
     PromptTemplate,
     Reuse,
-    Verdict,
 )
+from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import FingerprintMismatchError
+from kvcache_rag.verdict import Gate, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,8 +24,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse
+from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.cli import main
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
 from kvcache_rag.models.names import PACKAGED, PackagedModel

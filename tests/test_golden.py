@@ -11,7 +11,6 @@ import math
 import shutil
 import struct
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -19,18 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvcache_rag import (
-    CorruptChunkError,
-    DiskStore,
-    Engine,
-    Gate,
-    InvalidInputError,
-    MemoryStore,
-    PromptTemplate,
-    Verdict,
-    policy_by_name,
-)
+from kvcache_rag import DiskStore, Engine, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.integration import Reference
+from kvcache_rag.policies import policy_by_name
+from kvcache_rag.verdict import Gate, Verdict
 from kvcache_rag_lab.evaluation.datasets import read_own_questions
 from kvcache_rag_lab.finetune.loop import RunFolder
 from kvcache_rag_lab.scoring.ask import RecordFile
@@ -40,8 +32,9 @@ from tests import golden_surfaces as surfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from kvcache_rag import ChunkKey
+    from kvcache_rag.kv import ChunkKey
     from kvcache_rag.stores import Hit
 
 GOLDEN = cases.GOLDEN
@@ -374,17 +367,13 @@ def test_questions_of_ones_own_are_read_as_ever() -> None:
 def test_what_ingest_noted_is_read_and_written_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llama_index.kvcache_rag.commands.corpus import Settings
+    from llama_index.kvcache_rag.commands.settings import FullPrefill, Settings
 
-    frozen = GOLDEN / "settings" / "chroma.docs.kvcache-rag.json"
+    frozen = (GOLDEN / "settings" / "ingest.json").read_text()
     monkeypatch.chdir(tmp_path)
-    path = Path(frozen.name)
-    shutil.copyfile(frozen, path)
-    found = Settings.find("chroma", "docs")
-    assert found == Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]  # of JSON
-    path.unlink()
-    found.save()
-    assert path.read_bytes() == frozen.read_bytes()
+    found = Settings.of_text(frozen, "chroma", "docs")
+    assert found == Settings(full=FullPrefill(*cases.FULL), **cases.INGEST)  # type: ignore[arg-type]  # of JSON
+    assert found.to_text() == frozen
 
 
 def test_settings_of_llama_index_are_as_ever() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from small import make_model, make_tokenizer
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.generation import grammar
 from kvcache_rag.integration import JsonGrammars, json_grammar, json_instruction
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 
-from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, LegoLink, Reuse, ReusePolicy
+from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, LegoLink, Reuse
 from kvcache_rag.integration import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvcache_rag.policies import ReusePolicy
 
 pytestmark = pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
 

@@ -23,16 +23,8 @@ from packaging import version
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import (
-    BestLast,
-    CacheBlend,
-    Combination,
-    Engine,
-    FullRecompute,
-    LegoLink,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import BestLast, CacheBlend, Combination, Engine, FullRecompute, LegoLink, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts

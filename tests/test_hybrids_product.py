@@ -28,7 +28,6 @@ from kvcache_rag import (
     BestLast,
     CacheBlend,
     Combination,
-    ContextTooLongError,
     DiskStore,
     Engine,
     FullRecompute,
@@ -39,16 +38,15 @@ from kvcache_rag import (
     PromptTemplate,
     ProphetKV,
     Reuse,
-    StoredChunk,
     TieredStore,
-    UnsupportedModelError,
     cli,
-    pack_weights,
 )
 from kvcache_rag.codecs import Codec, Int8
-from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.errors import ContextTooLongError, CorruptChunkError, UnsupportedModelError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import JsonGrammars
 from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.models import pack_weights
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.weights import unwrapped
 from kvcache_rag.stores import RemoteStore
@@ -57,7 +55,8 @@ from tests.damage import header_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag import ChunkStore, ReusePolicy
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.stores import ChunkStore
 
 if not HYBRIDS:
     pytest.skip("this transformers keeps no states as 5.23", allow_module_level=True)

@@ -21,17 +21,17 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import (
     DiskStore,
     Engine,
-    FingerprintMismatchError,
     FullRecompute,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
     RemoteStore,
     Reuse,
-    StoredChunk,
     TieredStore,
 )
 from kvcache_rag.engine import like
+from kvcache_rag.errors import FingerprintMismatchError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import (
     REFERENCE_KEYS,
     NewRow,

@@ -10,29 +10,28 @@ import torch
 from zoo import FAMILIES, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
-    ChunkNotFoundError,
     Combination,
-    ContextTooLongError,
     DiskStore,
     Engine,
     FullRecompute,
-    Int8,
     InvalidInputError,
     MemoryStore,
     Message,
     PromptTemplate,
     Reuse,
-    ReusePolicy,
-    StoredChunk,
     TieredStore,
-    UnsupportedModelError,
 )
+from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, UnsupportedModelError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv import rotary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from kvcache_rag.policies import ReusePolicy
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")

@@ -14,17 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    MemoryStore,
-    Reuse,
-    pack_weights,
-    unpack_weights,
-)
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.integration import open_engine, parameter_count
+from kvcache_rag.models import pack_weights, unpack_weights
 from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag.models.weights import Weights, model_identity
 from kvcache_rag_server.prefetch import twin

@@ -10,19 +10,11 @@ import llama_smollm2 as llama
 import pytest
 import torch
 
-from kvcache_rag import (
-    Auxiliary,
-    CacheClip,
-    DiskStore,
-    Engine,
-    InvalidInputError,
-    MissingExtraError,
-    PromptTemplate,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import CacheClip, DiskStore, Engine, InvalidInputError, PromptTemplate, Reuse
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.cli import main
 from kvcache_rag.engine import like
+from kvcache_rag.errors import MissingExtraError, UnsupportedModelError
 from kvcache_rag.integration import parameter_count
 from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.pretrained import check_model

@@ -31,7 +31,7 @@ from kvcache_rag.stores import base
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvcache_rag import ChunkStore
+    from kvcache_rag.stores import ChunkStore
 
 SOURCE = Path(kvcache_rag.__file__).parent
 SECRET = "Quilvane"

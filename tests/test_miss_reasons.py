@@ -18,16 +18,16 @@ from kvcache_rag import (
     Metrics,
     PromptTemplate,
     Reuse,
-    StoredChunk,
     TieredStore,
 )
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference
 from kvcache_rag.metrics import MissReason
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag import ChunkStore
+    from kvcache_rag.stores import ChunkStore
 
 TEXTS = ["alpha is here", "beta is there now", "gamma is nowhere"]
 QUESTION = "Where is gamma?"

@@ -11,14 +11,8 @@ import pytest
 import torch
 from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
 
-from kvcache_rag import (
-    ContextTooLongError,
-    Engine,
-    FullRecompute,
-    PromptTemplate,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import Engine, FullRecompute, PromptTemplate, Reuse
+from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.kv.rotary import NO_ROTATION
 from kvcache_rag.models import hf

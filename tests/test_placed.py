@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
@@ -14,18 +14,14 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from zoo import BY_PLACE, build
 
-from kvcache_rag import (
-    Ape,
-    CacheBlend,
-    Combination,
-    LegoLink,
-    Reuse,
-    ReusePolicy,
-    UnsupportedModelError,
-)
+from kvcache_rag import Ape, CacheBlend, Combination, LegoLink, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.attention.placed import PlacedMask
 from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.hf import TransformersModel
+
+if TYPE_CHECKING:
+    from kvcache_rag.policies import ReusePolicy
 
 
 @pytest.mark.parametrize("name", BY_PLACE)

@@ -20,10 +20,8 @@ from kvcache_rag import (
     LegoLink,
     ProphetKV,
     Reuse,
-    ReusePolicy,
-    policy_by_name,
 )
-from kvcache_rag.policies import POLICY_NAMES
+from kvcache_rag.policies import POLICY_NAMES, ReusePolicy, policy_by_name
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 PROMPT = StitchedPrompt.of(10, [100, 100, 100, 100], 20)
@@ -69,7 +67,6 @@ SCORER = Scorer()
     [
         ("full", FullRecompute()),
         ("reuse", Reuse()),
-        ("reordered", Reuse()),
         (" Composite ", Reuse("composite")),
         ("legolink", LegoLink()),
         ("legolink:4", LegoLink(4)),
@@ -98,8 +95,8 @@ def test_every_name_is_known() -> None:
     ("text", "message"),
     [
         ("cacheblnd", "did you mean cacheblend"),
-        ("", "one of full, reordered"),
-        ("vllm", "one of full, reordered"),
+        ("", "one of full, reuse"),
+        ("vllm", "one of full, reuse"),
         ("legolink:x", "whole number"),
         ("legolink:1.5", "whole number"),
         ("legolink:-1", "tokens must be"),

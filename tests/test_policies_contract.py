@@ -13,7 +13,6 @@ class TestReuse(PolicyContract):
     written = ("Reuse()", "Reuse(positions='composite')")
     names: ClassVar = {
         "reuse": "Reuse()",
-        "reordered": "Reuse()",
         "composite": "Reuse('composite')",
     }
     wrong = ("Reuse('local')",)

@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvcache_rag import __version__
 from tests.golden_surfaces import PACKAGES, SOURCES, configuration, projects
+from tools.dists import PROJECTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -143,6 +144,12 @@ def test_the_tools_of_the_lowest_versions_are_pinned_for_the_lowest_python() -> 
 
 
 # ---------------------------------------------------------------------- requirements
+@pytest.mark.parametrize("name", [*PROJECTS])
+def test_an_upper_bound_says_why(name: str) -> None:
+    lines = (PROJECTS[name] / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.search(r",<\d", line) and "# " not in line] == []
+
+
 # Modules that are imported where an extra is installed.
 OF_EXTRAS = {
     "integrations/vllm-kvcache-rag/vllm_kvcache_rag/front/": {"server"},

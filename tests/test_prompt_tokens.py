@@ -23,15 +23,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers_zoo import CONTROLLED, WithoutOffsets
 from transformers import AutoTokenizer
 
-from kvcache_rag import (
-    ContextTooLongError,
-    Engine,
-    InvalidInputError,
-    MemoryStore,
-    Message,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptTemplate
+from kvcache_rag.errors import ContextTooLongError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference, Row, text_digest
 from kvcache_rag.integration.references import wrapped_digests
 from kvcache_rag.models.names import TINY, resolve

@@ -48,13 +48,13 @@ from kvcache_rag import (
     PromptTemplate,
     ProphetKV,
     Reuse,
-    ReusePolicy,
-    UnsupportedModelError,
 )
 from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.mask import PositionScheme, block_mask, recompute_mask
 from kvcache_rag.models.attention import scaled
 from kvcache_rag.models.attention.observed import observed_attention
+from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.selection import candidates, share, top
 from kvcache_rag.stitching.stitch import StitchedPrompt
 

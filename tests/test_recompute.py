@@ -14,15 +14,9 @@ from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, plain_logits
 from torch import Tensor
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    DiskStore,
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    MemoryStore,
-    UnsupportedModelError,
-)
+from kvcache_rag import DiskStore, Engine, FullRecompute, InvalidInputError, MemoryStore
 from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.generation import buffered
 from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy

@@ -9,15 +9,8 @@ import pytest
 from serve_fakes import MODEL, chat, client, settings
 from zoo import REFUSED, build, byte_tokenizer
 
-from kvcache_rag import (
-    CacheBlend,
-    Engine,
-    FullRecompute,
-    MemoryStore,
-    PromptTemplate,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import CacheBlend, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend

@@ -29,7 +29,6 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     CacheBlend,
-    ContextTooLongError,
     Engine,
     FullRecompute,
     InvalidInputError,
@@ -37,6 +36,7 @@ from kvcache_rag import (
     MemoryStore,
     Reuse,
 )
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.cache import growing_cache, layer_tensors
 

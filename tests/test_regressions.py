@@ -17,16 +17,9 @@ import torch
 from transformers import GenerationConfig
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    ContextTooLongError,
-    Engine,
-    FingerprintMismatchError,
-    InvalidInputError,
-    MemoryStore,
-    Message,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptTemplate
+from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError
+from kvcache_rag.generation import StoredChunk
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION, TEXTS = "Who?", ["The cat sat on the mat.", "A dog ran away from home."]

@@ -15,15 +15,15 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import (
     BestLast,
     Combination,
-    ContextTooLongError,
     DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
     PromptTemplate,
     Reuse,
-    StoredChunk,
 )
+from kvcache_rag.errors import ContextTooLongError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.generation.request import split_rounds
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from kvcache_rag_server.prefetch import Prefetcher
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag import Engine, ReusePolicy
+    from kvcache_rag import Engine
+    from kvcache_rag.policies import ReusePolicy
 
 SCORES = (0.1, -2.0, 0.7)
 MOVED = [TEXTS[2], *TEXTS[:2]]

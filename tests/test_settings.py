@@ -21,7 +21,6 @@ from kvcache_rag import (
     DiskStore,
     Engine,
     FullRecompute,
-    Gate,
     LegoLink,
     MemoryStore,
     PromptTemplate,
@@ -32,6 +31,7 @@ from kvcache_rag import (
 from kvcache_rag.cli import main
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.kv.chunk import ChunkKey, chunk_key, spec_digest
+from kvcache_rag.verdict import Gate
 from kvcache_rag_lab.finetune import FinetuneConfig
 from kvcache_rag_lab.finetune.config import JsonlData, ReaderData
 from kvcache_rag_server.prefetch import Prefetcher

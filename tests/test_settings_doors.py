@@ -312,7 +312,8 @@ def test_a_path_may_begin_with_the_home_folder(
         with pytest.raises(InvalidInputError, match=f"there is no {kind} {name}; check the path"):
             Engine.from_pretrained(name)
 
-    assert main(["ingest", "~/texts", "--embed=hash", "--chroma=~/chroma", "--kv-dir=~/kv"]) == 0
+    here_too = ("--embed=hash", "--chroma=~/chroma", "--kv-dir=~/kv")
+    assert main(["ingest", "~/texts", "--model=tiny", *here_too]) == 0
     assert main(["build", "tiny", "~/c.jsonl", "--kv-dir=~/kv", "--report=~/built.json"]) == 0
     assert main(["store", "ls", "~/kv"]) == 0
     assert main(["doctor", "--kv-dir=~/kv"]) == 0

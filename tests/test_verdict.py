@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from verdicts import REUSE, make_verdict
 
-from kvcache_rag import InvalidInputError, Verdict
-from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, PolicyScore
+from kvcache_rag import InvalidInputError
+from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, PolicyScore, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,18 +19,18 @@ from verdicts import REUSE, make_verdict
 from zoo import FAMILIES, HYBRIDS, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
-    Auxiliary,
     Combination,
     DiskStore,
     Engine,
     FullRecompute,
-    Gate,
     InvalidInputError,
     MemoryStore,
     Reuse,
-    StoredChunk,
 )
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.models.weights import Weights, unwrapped
+from kvcache_rag.verdict import Gate
 
 Change = Callable[[Any], Any]
 

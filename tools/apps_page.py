@@ -16,10 +16,11 @@ PAGE = ROOT / "docs" / "apps.md"
 BEFORE = """\
 # What keeps its caches
 
-Patterns of apps as the documentation of LlamaIndex and LangChain writes them, around the LLM or
-the chat model of this project. Each is a function in [tests/apps](../tests/apps), asked the same
-question twice by `make test`. "Every chunk": the second time all chunk tokens were loaded and none
-was computed, and the answer is the same. Written by `python tools/apps_page.py`.
+Which apps find their chunks cached when they ask again: patterns as the documentation of
+LlamaIndex and LangChain writes them, around the LLM or the chat model of this project. Each is a
+function in [tests/apps](../tests/apps), asked the same question twice by `make test`. "Every
+chunk": the second time all chunk tokens were loaded and none was computed, and the answer is the
+same. Written by `python tools/apps_page.py`.
 """
 
 

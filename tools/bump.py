@@ -34,6 +34,7 @@ PLACES: Final = (
     ("integrations/vllm-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("lab/pyproject.toml", (_PROJECT, _PIN)),
     ("tests/golden/projects.json", (_PIN,)),
+    ("README.md", (r"(\*\*Version )(\S+)(, alpha\*\*)",)),
     ("CITATION.cff", (r"(?m)^(version: )(\S+)()$",)),
 )
 """Every file that names the version, and how."""

@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvcache_rag.kv import ChunkKey, ChunkKV
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORKTREE: Final = ("WORKTREE", ".")
 INTEGRATIONS: Final = ("langchain-kvcache-rag", "llama-index-kvcache-rag")
@@ -394,7 +396,7 @@ class Scenarios:
 
     def _getting(self) -> Callable[[], Any]:
         """The store alone, without a model."""
-        from kvcache_rag import ChunkKey, ChunkKV, MemoryStore
+        from kvcache_rag import MemoryStore
 
         layouts = []
 

@@ -3,22 +3,31 @@
     python tools/dists.py build dist               # what PyPI would refuse fails here
     python tools/dists.py install dist PLACE       # an environment with all of them
     python tools/dists.py test dist [NAME ...]     # all tests of these sdists, or of every one
+    python tools/dists.py alone dist [NAME ...]    # each in empty environments, looked at
 
-Such an environment, in which tests run, too, has our packages from the wheels of that folder, and
-everybody else's as they are installed here.
+An environment, in which tests run, too, has our packages from the wheels of that folder, and
+everybody else's as they are installed here.  Empty ones have what the wheel asks for and nothing
+else, in the lowest versions that it allows and in the newest; torch alone is the one of here.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from email.parser import Parser
+from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from email.message import Message
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _OTHERS: Final = sorted(
@@ -32,15 +41,56 @@ PROJECTS: Final = {
 }
 """The folder of every dist, the core first."""
 
+PUBLIC: Final = {
+    "kvcache-rag": [
+        *("kvcache_rag.auxiliary", "kvcache_rag.codecs", "kvcache_rag.errors"),
+        *("kvcache_rag.generation", "kvcache_rag.integration", "kvcache_rag.kv"),
+        *("kvcache_rag.models", "kvcache_rag.policies", "kvcache_rag.prompt"),
+        *("kvcache_rag.stores", "kvcache_rag.verdict"),
+        "kvcache_rag",
+    ],
+    "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
+    "kvcache-rag-server": ["kvcache_rag_server.auth", "kvcache_rag_server.remote"],
+    "kvcache-rag-smollm2": [],
+    "langchain-kvcache-rag": ["langchain_kvcache_rag"],
+    "llama-index-kvcache-rag": ["llama_index.kvcache_rag"],
+    "vllm-kvcache-rag": ["vllm_kvcache_rag"],
+}
+"""Packages whose names are public, by dist; the last of them is typed."""
+
+LOOK: Final = """
+import importlib, importlib.metadata, json, pkgutil, sys
+from pathlib import Path
+
+dist, packages = json.loads(sys.argv[1])
+for name in packages:
+    package = importlib.import_module(name)
+    assert Path(package.__file__).is_relative_to(sys.prefix), package.__file__
+    if name == "vllm_kvcache_rag":  # its public name needs vLLM, everything else of it does not
+        modules = {one.name for one in pkgutil.iter_modules(package.__path__)} - {"connector"}
+        assert modules and all(importlib.import_module(f"{name}.{one}") for one in modules)
+    else:
+        assert package.__all__ and all(hasattr(package, one) for one in package.__all__)
+if packages:
+    root = next(iter(Path(package.__file__).parents))
+    assert any((one / "py.typed").is_file() for one in (root, root.parent))
+for point in importlib.metadata.distribution(dist).entry_points:
+    point.load()
+ours = [one.name for one in importlib.metadata.distributions() if "kvcache-rag" in one.name]
+print(json.dumps(sorted(ours)))
+"""
+"""Run where only wheels are: what a dist has, and whether it is that of the environment."""
+
 
 def main() -> int:
-    """Build, install or test; returns the exit code."""
+    """Build, install, test or look; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    for action in ("build", "install", "test"):
+    for action in ("build", "install", "test", "alone"):
         actions.add_parser(action).add_argument("folder", type=Path, help="of sdists and wheels")
     actions.choices["install"].add_argument("place", type=Path, help="of the environment")
-    actions.choices["test"].add_argument("names", nargs="*", metavar="NAME", help="of a dist")
+    for action in ("test", "alone"):
+        actions.choices[action].add_argument("names", nargs="*", metavar="NAME", help="of a dist")
     arguments = parser.parse_args()
     if arguments.action == "build":
         build(arguments.folder)
@@ -50,7 +100,8 @@ def main() -> int:
         unknown = set(arguments.names) - PROJECTS.keys()
         if unknown:
             parser.error(f"there is no dist {min(unknown)}; there are {', '.join(PROJECTS)}")
-        return test(arguments.folder, arguments.names or list(PROJECTS))
+        check = test if arguments.action == "test" else alone
+        return check(arguments.folder.resolve(), arguments.names or list(PROJECTS))
     return 0
 
 
@@ -111,7 +162,7 @@ def pytest(python: Path, folder: Path, *words: str) -> subprocess.CompletedProce
     return subprocess.run(
         [python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *words],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env=_outside(),
         capture_output=True,
         text=True,
     )
@@ -121,7 +172,7 @@ def test(folder: Path, names: list[str]) -> int:
     """Run all tests of these sdists; returns the exit code."""
     place = Path(tempfile.mkdtemp(prefix="sdists-"))
     try:
-        python = environment(place / "venv", folder.resolve(), *PROJECTS)
+        python = environment(place / "venv", folder, *PROJECTS)
         failed = 0
         for name in names:
             source = unpacked(folder, name, place)
@@ -134,6 +185,58 @@ def test(folder: Path, names: list[str]) -> int:
         return 1 if failed else 0
     finally:
         shutil.rmtree(place)
+
+
+def wheel(folder: Path, name: str) -> zipfile.ZipFile:
+    """The wheel of a dist."""
+    (path,) = folder.glob(f"{name.replace('-', '_')}-[0-9]*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata(folder: Path, name: str) -> Message[str, str]:
+    """What the wheel of a dist says of itself."""
+    with wheel(folder, name) as file:
+        (path,) = (one for one in file.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(file.read(path).decode())
+
+
+def alone(folder: Path, names: list[str]) -> int:
+    """Install each of these wheels alone, and look at it; returns the exit code."""
+    failed = 0
+    for name in names:
+        for resolution in ("lowest-direct", "highest"):
+            with tempfile.TemporaryDirectory(prefix="alone-") as place:
+                wrong = _alone(folder, name, resolution, Path(place))
+            failed += bool(wrong)
+            print(f"{name}, {resolution.partition('-')[0]}: {wrong or 'as it should be'}")
+    return 1 if failed else 0
+
+
+def _alone(folder: Path, name: str, resolution: str, place: Path) -> str:
+    """What is wrong with a dist in an environment of its own; "" for nothing."""
+    python = str(place / "bin" / "python")
+    # What it asks for is asked for here, or its lowest versions would not be taken.
+    asked = metadata(folder, name).get_all("Requires-Dist", [])
+    torch = f"torch=={version('torch')}"
+    direct = [torch, name, *(one for one in asked if "extra ==" not in one)]
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python]
+    for command in (
+        [sys.executable, "-m", "venv", "--without-pip", str(place)],
+        # It knows where small wheels are.
+        [*pip, "install", "-qq", "--no-compile", torch],
+        [*uv, "--resolution", resolution, "--find-links", str(folder), *direct],
+        [python, "-I", "-W", "ignore", "-c", LOOK, json.dumps([name, PUBLIC[name]])],
+        [str(place / "bin" / "kvcache-rag"), "models", "check", "tiny"],
+    ):
+        done = subprocess.run(command, cwd=place, env=_outside(), capture_output=True, text=True)
+        if done.returncode != 0:
+            return f"{' '.join(command[:6])} failed:\n{done.stdout}{done.stderr}"
+    return ""
+
+
+def _outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 if __name__ == "__main__":

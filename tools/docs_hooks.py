@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 FOREIGN = re.compile(r'(?:\bsrc|rel="stylesheet" href)="(https?://[^"]+)"')
-FIGURE = re.compile(r'<p>(<img alt="[^"]*" src="[^"]+\.svg" ?/?>)</p>')
+FIGURE = re.compile(r'<p>((?:<img alt="[^"]*" src="[^"]+\.svg" ?/?>\s*)+)</p>')
 NOTEBOOKS = "notebooks"
 TITLES = {"langchain": "Notebook, LangChain", "llamaindex": "Notebook, LlamaIndex"}
 # A warning of mkdocs' loggers ends a strict build.
@@ -68,7 +68,7 @@ def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
 
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
-    """Make figures movable on narrow screens, name what has no name, mend links of notebooks."""
+    """Mark figures for the style sheet, name what has no name, mend links of notebooks."""
     output = FIGURE.sub(r'<p class="figure">\1</p>', output)
     output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
     if not page.file.src_uri.endswith(".ipynb"):

@@ -1,4 +1,4 @@
-"""Draws stitching.svg, sees.svg and states.svg, of docs/how-it-works.md, and README's first.svg.
+"""Draws stitching.svg, sees-*.svg and states.svg, of docs/how-it-works.md, and README's first.svg.
 
     python tools/figures.py
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.kv.mask import MaskedSequence, block_mask, recompute_mask
-from kvcache_rag_lab.evaluation.report import figure_class, plain_panel, save_plot
+from kvcache_rag_lab.evaluation.report import TEXT, WIDTH, new_figure, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +32,11 @@ PARTS: Final = ("instruction", "chunk A", "chunk B", "chunk C", "question")
 STORED, NOW, PLAIN = "#56B4E9", "#E69F00", "#999999"
 
 
-def sees(file: Path = DOCS / "sees.svg") -> None:
-    """Three masks: of a full prefill, of stitched chunks, and with first tokens computed again."""
+def sees(folder: Path = DOCS) -> None:
+    """Three masks: of a full prefill, of stitched chunks, and with first tokens computed again.
+
+    Each is a picture of its own, so that a page shows them side by side where there is room.
+    """
     chunks = [list(range(size)) for size in CHUNKS]
     context = PREFIX + sum(CHUNKS)
     size = context + QUERY
@@ -42,27 +45,18 @@ def sees(file: Path = DOCS / "sees.svg") -> None:
     selected[again] = True
     plain = block_mask(range(PREFIX), chunks, range(QUERY))
     linked = recompute_mask(range(PREFIX), chunks, range(QUERY), selected)
+    question = set(range(context, size))
     panels = (
-        ("full prefill", torch.ones(size, size, dtype=torch.bool).tril(), set(range(size))),
-        (
-            "Reuse(): only the question is computed",
-            _by_place(plain),
-            set(range(context, size)),
-        ),
-        (
-            "LegoLink(2): and the first 2 tokens of a chunk",
-            _by_place(linked, again),
-            {*range(context, size), *again},
-        ),
+        ("full", "full prefill", torch.ones(size, size, dtype=torch.bool).tril(), set(range(size))),
+        ("stitched", "Reuse()", _by_place(plain), question),
+        ("again", "LegoLink(2)", _by_place(linked, again), {*question, *again}),
     )
-    figure = figure_class()(figsize=(10.4, 4.1), layout="constrained")
-    for panel, (title, mask, computed) in zip(figure.subplots(1, 3), panels, strict=True):
+    for name, title, mask, computed in panels:
+        figure = new_figure(2.9, width=2.7)
+        panel = figure.subplots()
+        panel.set_title(title, fontsize=TEXT)
         _cells(panel, mask, computed)
-        panel.set_title(title, fontsize=9)
-    names = {"read from the cache": STORED, "computed for this question": NOW}
-    handles = [_patch((0, 0), 1, 1, colour, label=name) for name, colour in names.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    save_plot(figure, file, "sees")
+        save_plot(figure, folder / f"sees-{name}.svg", "sees")
 
 
 def _by_place(sequence: MaskedSequence, again: Sequence[int] = ()) -> torch.Tensor:
@@ -97,7 +91,7 @@ def _cells(panel: Any, mask: torch.Tensor, computed: set[int]) -> None:
         for line in (panel.axhline, panel.axvline):
             line(edge, color=PLAIN, linewidth=0.6)
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    panel.set_xticks(middles, PARTS, rotation=45, ha="right", fontsize=8)
+    panel.set_xticks(middles, PARTS, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     panel.set_yticks(middles, PARTS, fontsize=8)
     panel.tick_params(length=0)
     panel.set_xlim(0, size)
@@ -109,52 +103,39 @@ def _cells(panel: Any, mask: torch.Tensor, computed: set[int]) -> None:
 
 def stitching(file: Path = DOCS / "stitching.svg") -> None:
     """Above, chunks that are prefilled apart; below, those that a question needs, in its order."""
-    figure = figure_class()(figsize=(10.4, 4.2), layout="constrained")
-    panel = figure.subplots()
-    panel.set_axis_off()
-    panel.set_xlim(0, 104)
-    panel.set_ylim(0, 42)
-    panel.text(0, 40, "Offline, once per chunk", fontsize=10, weight="bold")
+    figure, panel = _drawing(46)
+    panel.text(0, 43, "Offline, once per chunk: to disk", fontsize=TEXT, weight="bold")
     for number, name in enumerate("ABCD"):
-        _row(panel, 26 * number, 33, [("instr.", 5, PLAIN), (f"chunk {name}", 15, STORED)])
-    panel.text(
-        0, 29.5, "on disk: keys and values, computed behind the instruction alone", fontsize=8
-    )
-    panel.text(0, 15, "For a question: chunks D and B were retrieved", fontsize=10, weight="bold")
-    parts = [("instr.", 5, PLAIN), ("chunk D", 15, STORED), ("chunk B", 15, STORED)]
-    _row(panel, 20, 7, [*parts, ("question", 18, NOW)])
-    for source, target in ((26 * 3 + 12.5, 34), (26 + 15, 47.5)):
-        panel.annotate(
-            "",
-            (target, 11.4),
-            (source, 32.6),
-            arrowprops={"arrowstyle": "->", "color": PLAIN, "linewidth": 1.2},
-        )
-    panel.text(40, 3.6, "loaded; keys rotated to their new positions", fontsize=8, ha="center")
-    panel.text(64, 3.6, "computed", fontsize=8, ha="center")
+        parts = [("instr.", 10, PLAIN), (f"chunk {name}", 17, STORED)]
+        _row(panel, 31 * (number % 2), 36 - 7 * (number // 2), parts)
+    for height, line in ((21, "For a question:"), (17.5, "D and C fit it")):
+        panel.text(0, height, line, fontsize=TEXT, weight="bold")
+    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk C", 17, STORED)]
+    _row(panel, 0, 7, [*parts, ("question", 16, NOW)])
+    for source, target in ((49.5, 18.5), (18.5, 35.5)):
+        _arrow(panel, (source, 28.6), (target, 11.6))
+    panel.text(27, 3, "loaded, keys rotated", fontsize=TEXT, ha="center")
+    panel.text(52, 3, "computed", fontsize=TEXT, ha="center")
     save_plot(figure, file, "stitching")
 
 
 def states(file: Path = DOCS / "states.svg") -> None:
     """The state of a recurrent layer on its way through a prompt of stored chunks."""
-    figure = figure_class()(figsize=(10.4, 2.5), layout="constrained")
-    panel = figure.subplots()
-    panel.set_axis_off()
-    panel.set_xlim(0, 104)
-    panel.set_ylim(0, 25)
-    parts = [("instr.", 8, PLAIN), ("chunk D", 28, STORED), ("chunk B", 28, STORED)]
-    _row(panel, 2, 14, [*parts, ("question", 26, NOW)])
-    arrow = {"arrowstyle": "->", "color": PLAIN, "linewidth": 1.2}
+    figure, panel = _drawing(33)
+    panel.text(10, 29, "stored with them:", fontsize=TEXT)
+    for middle, names in ((18.5, "$F_D, A_D$"), (35.5, "$F_C, A_C$")):
+        panel.text(middle, 25.5, names, fontsize=TEXT, ha="center")
+    parts = [("instr.", 10, PLAIN), ("chunk D", 17, STORED), ("chunk C", 17, STORED)]
+    _row(panel, 0, 19, [*parts, ("question", 16, NOW)])
     # Where the state stands, and what it is there.
-    places = ((10, "$S_p$"), (38, "$S = F_D$"), (66, "$S = F_B + A_B\\,(F_D - S_p)$"))
+    places = ((10, "$S_p$"), (27, "$F_D$"), (44, ""))
     for place, state in places:
-        panel.plot([place - 0.2], [10], marker="o", markersize=6, color=PLAIN)
-        panel.text(place - 0.2, 5.5, state, fontsize=9, ha="center")
-    for source, target in ((10.6, 37), (38.6, 65), (66.6, 91)):
-        panel.annotate("", (target, 10), (source, 10), arrowprops=arrow)
-    for middle, name in ((24, "stored with it: $F_D, A_D$"), (52, "stored with it: $F_B, A_B$")):
-        panel.text(middle, 20.5, name, fontsize=8, ha="center")
-    panel.text(79, 20.5, "computed from this state", fontsize=8, ha="center")
+        panel.plot([place - 0.2], [14], marker="o", markersize=6, color=PLAIN)
+        panel.text(place - 0.2, 9, state, fontsize=TEXT, ha="center")
+    panel.text(44, 9, "$F_C + A_C\\,(F_D - S_p)$", fontsize=TEXT, ha="center")
+    for source, target in ((10.8, 26), (27.8, 43), (44.8, 59)):
+        _arrow(panel, (source, 14), (target, 14))
+    panel.text(0, 4, "the state after each part", fontsize=TEXT)
     save_plot(figure, file, "states")
 
 
@@ -162,7 +143,7 @@ def first(file: Path = DOCS / "first.svg") -> None:
     """The first token by full prefill and from cached chunks, by tokens of documents."""
     cases = json.loads(TIMES.read_text(encoding="utf-8"))["cases"]
     tokens = [case["context_tokens"] for case in cases]
-    figure = figure_class()(figsize=(5, 3.2), layout="constrained")
+    figure = new_figure(3)
     panel = figure.subplots()
     for name, side, colour, marker in (
         ("full prefill", "full", "black", "o"),
@@ -177,32 +158,47 @@ def first(file: Path = DOCS / "first.svg") -> None:
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
-            fontsize=8,
+            fontsize=TEXT,
             color=colour,
         )
     panel.set_yscale("log")
-    panel.set_xlim(0, tokens[-1] * 1.3)
-    panel.set_xlabel("tokens of documents", fontsize=9)
-    panel.set_ylabel("seconds to the first token", fontsize=9)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xticks(range(0, tokens[-1], 1000))
+    panel.set_xlim(0, tokens[-1] * 1.4)
+    panel.set_xlabel("tokens of documents", fontsize=TEXT)
+    panel.set_ylabel("seconds to the first token", fontsize=TEXT)
     plain_panel(panel)
     save_plot(figure, file, "first")
 
 
+def _drawing(height: float) -> tuple[Any, Any]:
+    """A picture 60 units wide and so many high, without axes."""
+    figure = new_figure(WIDTH * height / 60)
+    panel = figure.subplots()
+    panel.set_axis_off()
+    panel.set_xlim(0, 60)
+    panel.set_ylim(0, height)
+    return figure, panel
+
+
+def _arrow(panel: Any, source: tuple[float, float], target: tuple[float, float]) -> None:
+    look = {"arrowstyle": "->", "color": PLAIN, "linewidth": 1.2}
+    panel.annotate("", target, source, arrowprops=look)
+
+
 def _row(panel: Any, left: float, bottom: float, parts: Sequence[tuple[str, float, str]]) -> None:
     # Dark on every fill, by day and by night.
-    style = {"ha": "center", "va": "center", "fontsize": 8, "color": "#111111"}
+    style = {"ha": "center", "va": "center", "fontsize": TEXT, "color": "#111111"}
     for text, width, colour in parts:
         panel.add_patch(_patch((left, bottom), width - 0.4, 4, colour))
         panel.text(left + width / 2, bottom + 2, text, **style)
         left += width
 
 
-def _patch(
-    corner: tuple[float, float], width: float, height: float, colour: str, label: str = ""
-) -> Any:
+def _patch(corner: tuple[float, float], width: float, height: float, colour: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(corner, width, height, facecolor=colour, edgecolor="none", label=label)
+    return Rectangle(corner, width, height, facecolor=colour, edgecolor="none")
 
 
 if __name__ == "__main__":

@@ -152,9 +152,8 @@ def write_verdicts() -> None:
     """`verdict.json` by the command `verify`, `verdict_nulls.json` with what is not known."""
     from dataclasses import replace
 
-    from kvcache_rag import Verdict
     from kvcache_rag.cli import main as command_line
-    from kvcache_rag.verdict import PolicyScore
+    from kvcache_rag.verdict import PolicyScore, Verdict
 
     path = GOLDEN / "verdict.json"
     words = (
@@ -181,7 +180,7 @@ def write_settings() -> None:
 
     from kvcache_rag_lab.finetune.loop import RunFolder
     from kvcache_rag_lab.scoring.ask import RecordFile
-    from llama_index.kvcache_rag.commands.corpus import Settings
+    from llama_index.kvcache_rag.commands.settings import FullPrefill, Settings
 
     folder = GOLDEN / "settings"
     shutil.rmtree(folder, ignore_errors=True)
@@ -199,13 +198,8 @@ def write_settings() -> None:
     _write(
         "settings/questions.jsonl", "".join(f"{json.dumps(row)}\n" for row in cases.QUESTION_ROWS)
     )
-    settings = Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]  # of JSON
-    with tempfile.TemporaryDirectory() as place:
-        here = Path.cwd()
-        os.chdir(place)  # so that the file names no folder of this machine
-        settings.save()
-        os.chdir(here)
-        shutil.copy(Path(place) / settings.path, folder)
+    settings = Settings(full=FullPrefill(*cases.FULL), **cases.INGEST)  # type: ignore[arg-type]  # of JSON
+    _write("settings/ingest.json", settings.to_text())
     found = {name: one.to_dict() for name, one in cases.llama_index_objects().items()}
     _write("settings/llama_index.json", cases.to_json(found))
     _write("settings/langchain.json", cases.to_json(cases.langchain_values()))

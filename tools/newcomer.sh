@@ -75,8 +75,14 @@ write_notes() {
 }
 
 ingest_again() {
-    kvcache-rag ingest notes --model smollm2 --embed hash | tee again.txt
+    kvcache-rag ingest notes --embed hash | tee again.txt
     grep -q "^0 chunks prefilled" again.txt || { echo "ingesting the same folder again prefilled chunks again"; exit 1; }
+}
+
+ask() {
+    kvcache-rag ask "In which year did the Golden Gate Bridge open to traffic?" | tee answer.txt
+    grep -q 1937 answer.txt || { echo "the answer does not say 1937"; exit 1; }
+    tail -n 1 answer.txt | grep -q "without the cache), .* tokens reused$" || { echo "it is not said what the cache gained"; exit 1; }
 }
 
 llama_index() {
@@ -177,8 +183,9 @@ fi
 export PATH="$work/venv/bin:$PATH"
 mkdir "$work/app" && cd "$work/app"
 step "Write three notes" write_notes
-step "Embed, store and prefill them" kvcache-rag ingest notes --model smollm2 --embed hash
+step "Embed, store and prefill them" kvcache-rag ingest notes --embed hash
 step "Do it again: nothing is left to do" ingest_again
+step "Ask in the terminal" ask
 step "Ask in LlamaIndex" llama_index
 step "Ask in LangChain, over the same chunks" langchain
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

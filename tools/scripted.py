@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
 
-    from kvcache_rag import ChunkStore, Engine
+    from kvcache_rag import Engine
+    from kvcache_rag.stores import ChunkStore
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -34,7 +34,8 @@ PAGE = ROOT / "docs" / "models.md"
 
 def rows() -> list[str]:
     """The table's lines, measured."""
-    from kvcache_rag import Reuse, UnsupportedModelError
+    from kvcache_rag import Reuse
+    from kvcache_rag.errors import UnsupportedModelError
 
     # By name, because tests are no package.
     laws, zoo = import_module("test_equivalence"), import_module("zoo")

@@ -40,11 +40,13 @@ import torch
 
 from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
 from benchmarks.common import commit, described, load, result_file
-from kvcache_rag import Auxiliary, BestLast, DiskStore, Engine, ReusePolicy, policy_by_name
+from kvcache_rag import BestLast, DiskStore, Engine
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import Backend
+from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, top

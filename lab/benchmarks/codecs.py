@@ -169,9 +169,12 @@ def first_tokens(folder: Path, model: str, context: int, rounds: int) -> list[di
                 shuffled = order.sample(texts, len(texts))
                 if place == "cold":
                     forgotten(folder)
-                options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED}
                 return engines[side].generate(
-                    QUESTION, shuffled, **options, prompt_lookup_num_tokens=0
+                    QUESTION,
+                    shuffled,
+                    max_new_tokens=GENERATED,
+                    min_new_tokens=GENERATED,
+                    prompt_lookup_num_tokens=0,
                 )
 
             return ask

@@ -36,7 +36,8 @@ from kvcache_rag.models.linears import pack_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvcache_rag import Answer, WeightFormat
+    from kvcache_rag import Answer
+    from kvcache_rag.models import WeightFormat
 
 BEFORE: Final = "before"
 FORMS: Final[dict[str, WeightFormat]] = {
@@ -67,10 +68,13 @@ def timed(engines: dict[str, Engine], texts: list[str], rounds: int) -> list[dic
         guesses = None if side == BEFORE else 0
 
         def ask() -> Answer:
-            options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
             with as_side(side):
                 return engine.generate(
-                    "What is said?", texts, **options, prompt_lookup_num_tokens=guesses
+                    "What is said?",
+                    texts,
+                    max_new_tokens=TOKENS,
+                    min_new_tokens=TOKENS,
+                    prompt_lookup_num_tokens=guesses,
                 )
 
         return ask

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag import ReusePolicy
+    from kvcache_rag.policies import ReusePolicy
 
 DOCUMENTS: Final = 4
 KINDS: Final = ("first", "last", "updated", "across")

@@ -28,18 +28,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from benchmarks.common import described, in_turns, read, result_file, seconds_of, write
 from benchmarks.shapes import build_tokenizer, words
 from benchmarks.stock import timed_generate
-from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate, policy_by_name
+from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, PromptTemplate
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.cache import growing_cache, remembered, rewind
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag.stitching.states import compose
 from kvcache_rag_lab.evaluation.cost.memory import peak_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag import ReusePolicy
     from kvcache_rag.models.rotation import ModelLayout
+    from kvcache_rag.policies import ReusePolicy
 
 PREFIX: Final = 32
 QUERY: Final = 20

@@ -3,7 +3,7 @@
     python -m benchmarks.llamacpp --models smollm2 MODEL.gguf
     python -m benchmarks.render llamacpp
 
-The same file, the same prompts (`peers_sides.material`), the same llama.cpp (that of
+The same file, the same prompts (`peers_prompts.material`), the same llama.cpp (that of
 llama-cpp-python, which has to be installed), keys and values in 16 bits, flash attention off.  Each
 side is a process of its own and they take turns, prompt by prompt:
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.common import commit, described, load, processor_of, read, result_file, write
-from benchmarks.peers_sides import CHUNK, Material, material
+from benchmarks.peers_prompts import CHUNK, Material, material
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
@@ -111,9 +111,8 @@ def measured(
                 for kind in KINDS[name]:
                     if kind == "full" and not 0 < number <= options.full:
                         continue
-                    if kind == "beginning" and number > options.full:
-                        continue  # what it holds has to be computed before each
-                    job = {**about.prompt(context, number, number), "kind": kind, "new": NEW}
+                    order = 1 if kind == "beginning" else number  # what was computed last, or once
+                    job = {**about.prompt(context, order, number), "kind": kind, "new": NEW}
                     found = side.ask(job)
                     if number:
                         records[name, kind].append(found)

@@ -25,14 +25,17 @@ class Llama:
         """Load the model with a context of `window` cells."""
         self._llama = LlamaCpp(file, ContextOptions(), gpu_layers=0, threads=lambda: threads)
         self._llama.ensure(window)
+        self._held: list[int] = []
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Compute everything, or the query behind a context that it holds already."""
         context, query, llama = job["context"], job["query"], self._llama
         held = len(context) if job["kind"] == "beginning" else 0
-        llama.remove(0)
-        if held:
+        if held and self._held != context:
+            llama.remove(0)
             self._pass(context, 0)
+        llama.remove(0, held)
+        self._held = context
         began = time.perf_counter()
         said = [self._pass([*context, *query][held:], held)]
         ttft = time.perf_counter() - began

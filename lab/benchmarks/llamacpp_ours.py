@@ -28,7 +28,7 @@ class Ours:
             str(options.file),
             adapter="none",
             backend="llama.cpp" if is_own else "transformers",
-            weight_format="auto" if is_own else options.side.removeprefix("ours-"),  # type: ignore[arg-type]
+            weight_format="auto" if is_own else options.side.removeprefix("ours-"),
             store=DiskStore(options.folder),
             template=PromptTemplate(system=options.system),
             context_window=options.window,

@@ -1,23 +1,27 @@
-"""Ours beside llama.cpp, KVBoost and stock transformers: the same prompts, the same weights.
+"""Ours beside other engines: the same prompts, the same weights, models by their GGUF files.
 
-    python -m benchmarks.peers                     # less than an hour on a quiet machine
+    python -m benchmarks.peers --models smollm2 MODEL.gguf --vllm-venv .venv-vllm
     python -m benchmarks.peers --quick --json build/peers.json
-    python -m benchmarks.render peers --table crossovers
+    python -m benchmarks.peers_answers --models smollm2 MODEL.gguf --data ../shared/data
+    python -m benchmarks.render peers --table table
 
-SmolLM2-135M-Instruct, greedy.  Each side is a process of its own and gets one prompt at a time, and
-the sides take turns at every prompt.  llama.cpp is fetched (the sources in llama-cpp-python's
-sdist), compiled for this machine and given the same weights in several formats; KVBoost is fetched
-from the package index.  Both need a network once, and what the work folder has already is used
-again.  Every answer is written down there at once, so a run that was stopped goes on.
+Greedy.  Each side is a process of its own and gets one prompt at a time, and the sides take turns
+at every prompt (vLLM, which takes much memory, and LMCache over it in a turn of their own).
+llama.cpp is fetched (the sources in llama-cpp-python's sdist), compiled for this machine and given
+the same weights in several formats, `file` being the file's own; KVBoost is fetched from the
+package index.  Both need a network once, and what the work folder has already is used again.  vLLM
+is measured if an environment with it is named (`make test-vllm` makes one), LMCache if that has it.
+Every answer is written down in the work folder at once, so a run that was stopped goes on; two
+models take two to three hours on two cores.
 
 Each kind of job needs a state of the cache, and a round visits the kinds so that most sides are in
 it already:
 
 - `cold`      nothing is known
 - `prefix`    the same chunks in the same order were asked before, with another question
-- `long`      the same, with a long answer
 - `shift`     (llama.cpp) a new order, equal runs of the last prompt shifted (`--cache-reuse`)
 - `reorder`   the chunks are known, in another order
+- `best-...`  (ours) the same three by the default policy, `BestLast()`; the others by `Reuse()`
 - `full`      (ours) a full prefill, which nothing is kept of
 """
 
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -34,39 +39,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, takewhile
-from operator import eq, itemgetter
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from benchmarks.common import ROOT, commit, described, load, processor_of, result_file, write
-from benchmarks.peers_sides import (
-    CHUNK,
-    LONGEST,
-    PREFIX,
-    QUERY,
-    Llama,
-    LlamaSide,
-    Material,
-    material,
-    prepared,
-)
+import torch
+
+from benchmarks.common import ROOT, commit, described, load, processor_of, read, result_file, write
+from benchmarks.peers_prompts import CHUNK, LONGEST, PREFIX, QUERY, Material, material
+from benchmarks.peers_report import Right, report_of, with_right
+from benchmarks.peers_servers import Llama, LlamaSide, Vllm, VllmSide, descendants, prepared
+from benchmarks.stock import checkpoint
+from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 
-OURS: Final = ("ours-auto", "ours-int8", "ours-int4")
-LLAMA: Final = ("llama-BF16", "llama-F16", "llama-Q8_0", "llama-Q4_1")
-SIDES: Final = (*OURS, *LLAMA, "stock", "kvboost")
+OURS: Final = ("ours-auto", "ours-int8", "ours-int4", "ours-llama")
+LLAMA: Final = ("llama-BF16", "llama-Q8_0", "llama-file")
+VLLM: Final = ("vllm", "lmcache")
+SIDES: Final = (*OURS, *LLAMA, "stock", "kvboost", *VLLM)
 # Not measured unless it is asked for: weights in the order in which torch loads them.
 MORE_SIDES: Final = ("ours-plain",)
+# Those that take turns; all of them at once would need too much memory.
+TURNS: Final = (tuple(side for side in (*SIDES, *MORE_SIDES) if side not in VLLM), VLLM)
 NEW: Final = 32
-LONG: Final = 256
 
 
 @dataclass(frozen=True)
@@ -76,28 +78,33 @@ class Rounds:
     Attributes:
         full: Rounds over all kinds.
         repeats: Of what is cheap, in each of them.
-        long: Of the long answers, in all of them together.
-        without: Sides that are left out, for want of time.
         once: Sides that have the first full round only.
     """
 
     full: int
     repeats: int
-    long: int
-    without: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
 
 
+# Who takes longest to compute everything.
+SLOW: Final = ("ours-llama", "llama-file", "kvboost")
 # By threads and tokens of context.
-PLAN: Final = {
-    (1, 1024): Rounds(3, 3, 1),
-    (1, 2048): Rounds(2, 4, 1),
-    (1, 4096): Rounds(2, 4, 1, without=("llama-F16",), once=("llama-Q4_1", "kvboost")),
-    (2, 1024): Rounds(2, 4, 0),
-    (2, 2048): Rounds(1, 6, 0, without=("llama-F16", "kvboost")),
-    (2, 4096): Rounds(1, 6, 0, without=("llama-F16", "kvboost")),
+Plan = dict[tuple[int, int], Rounds]
+PLAN: Final[Plan] = {
+    (1, 1024): Rounds(3, 3),
+    (1, 4096): Rounds(2, 4, SLOW),
+    (2, 1024): Rounds(2, 4),
+    (2, 4096): Rounds(2, 4, SLOW),
 }
-QUICK: Final = {(1, 1024): Rounds(1, 2, 1)}
+LARGER_PLAN: Final[Plan] = {
+    (1, 1024): Rounds(2, 4, SLOW),
+    (1, 4096): Rounds(1, 5),
+    (2, 1024): Rounds(1, 5),
+    (2, 4096): Rounds(1, 5),
+}
+QUICK: Final[Plan] = {(1, 1024): Rounds(1, 2)}
+# Files above so many bytes have the plan for larger models.
+LARGER: Final = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -105,17 +112,19 @@ class Job:
     """One prompt for one side.
 
     Attributes:
+        model: Name of the model.
         side: Of `SIDES`.
         kind: See above.
         threads: Of the side.
         context: Tokens of the chunks.
         round: From 0.
         repeat: From 0, within the round.
-        order: Of the chunks (see `peers_sides.order_of`).
+        order: Of the chunks (see `peers_prompts.order_of`).
         question: Which one.
         new: Tokens to generate.
     """
 
+    model: str
     side: str
     kind: str
     threads: int
@@ -124,379 +133,132 @@ class Job:
     repeat: int
     order: int
     question: int
-    new: int
+    new: int = NEW
 
     @property
     def name(self) -> str:
         """What a record of it is found by."""
-        parts = (self.threads, self.context, self.side, self.kind, self.round, self.repeat)
-        return "/".join(map(str, parts))
+        place = (self.model, self.threads, self.context, self.side, self.kind)
+        return "/".join(map(str, (*place, self.round, self.repeat)))
 
 
-def jobs(threads: int, context: int, rounds: Rounds, sides: Sequence[str]) -> Iterator[Job]:
-    """All jobs of a context, in the order in which they are asked.
+def jobs(
+    model: str, threads: int, context: int, rounds: Rounds, sides: Sequence[str]
+) -> Iterator[Job]:
+    """All jobs of a model over a context, in the order in which they are asked.
 
     A side's `cold` of one round is the exact answer to its `prefix` of the round before, and
     llama.cpp's `reorder` to its `shift`; `full` and stock's `reorder` are to `reorder` of their
     round.
     """
-    sides = [side for side in sides if side not in rounds.without]
-
-    def turn(kind: str, number: int, repeat: int, order: int, question: int) -> Iterator[Job]:
-        start = (number + repeat) % max(len(sides), 1)
-        new = LONG if kind == "long" else NEW
-        for side in (*sides[start:], *sides[:start]):
-            if number and side in rounds.once:
-                continue
-            if asks(side, kind) and (repeat == 0 or is_cheap(side, kind)):
-                at = (order, question)
-                if kind == "reorder" and side.startswith("llama"):
-                    at = (1 + after, after)
-                yield Job(side, kind, threads, context, number, repeat, *at, new)
-
     for number in range(rounds.full):
-        # The next round's, and the first one's behind the last; alone, a round has no such.
-        after = (number + 1) % rounds.full if rounds.full > 1 else 1
-        yield from turn("cold", number, 0, 0, number)
-        for repeat in range(rounds.repeats):
-            question = after if repeat == 0 else rounds.full + repeat
-            yield from turn("prefix", number, repeat, 0, question)
-        if number < rounds.long:
-            yield from turn("long", number, 0, 0, 2 * rounds.full + rounds.repeats)
-        yield from turn("shift", number, 0, 1 + number, number)
-        for repeat in range(rounds.repeats):
-            order = 1 + number if repeat == 0 else rounds.full + number * rounds.repeats + repeat
-            question = number if repeat == 0 else rounds.full + repeat
-            yield from turn("reorder", number, repeat, order, question)
-        yield from turn("full", number, 0, 1 + number, number)
+        for kind, repeat, order, question in _round(number, rounds):
+            start = (number + repeat) % max(len(sides), 1)
+            for side in (*sides[start:], *sides[:start]):
+                is_wanted = asks(side, kind) and (repeat == 0 or is_cheap(side, kind))
+                if is_wanted and not (number and side in rounds.once):
+                    at = (order, question)
+                    if kind == "reorder" and side.startswith("llama"):
+                        after = _after(number, rounds)
+                        at = (1 + after, after)
+                    yield Job(model, side, kind, threads, context, number, repeat, *at)
+
+
+def _after(number: int, rounds: Rounds) -> int:
+    """The next round's, and the first one's behind the last; alone, a round has no such."""
+    return (number + 1) % rounds.full if rounds.full > 1 else 1
+
+
+def _round(number: int, rounds: Rounds) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, repeat, order and question of all that is asked in a round."""
+    yield from ((kind, 0, 0, number) for kind in ("best-cold", "cold"))
+    for repeat in range(rounds.repeats):
+        question = rounds.full + repeat if repeat else _after(number, rounds)
+        yield from ((kind, repeat, 0, question) for kind in ("prefix", "best-prefix"))
+    yield "shift", 0, 1 + number, number
+    for repeat in range(rounds.repeats):
+        order = rounds.full + number * rounds.repeats + repeat if repeat else 1 + number
+        question = rounds.full + repeat if repeat else number
+        yield from ((kind, repeat, order, question) for kind in ("reorder", "best-reorder"))
+    yield "full", 0, 1 + number, number
 
 
 def asks(side: str, kind: str) -> bool:
     """Whether a kind is asked of a side."""
     if kind == "shift":
         return side.startswith("llama")
-    return kind != "full" or side.startswith("ours")
+    if kind in ("full", "best-cold"):
+        # Ours in llama.cpp computes as llama.cpp does, and as long.
+        return side.startswith("ours") and side != "ours-llama"
+    return not kind.startswith("best-") or side.startswith("ours")
 
 
 def is_cheap(side: str, kind: str) -> bool:
-    """Whether a job of a side takes no prefill of the context."""
-    return (kind == "prefix" and side != "kvboost") or (
-        kind == "reorder" and side.startswith("ours")
+    """Whether a job of a side takes no prefill of the context, nor nearly one."""
+    if side == "ours-llama" and kind.startswith("best-"):
+        return False
+    return (kind.endswith("prefix") and side != "kvboost") or (
+        kind.endswith("reorder") and side.startswith("ours")
     )
 
 
-def wanted(
-    plan: dict[tuple[int, int], Rounds],
-    threads: Sequence[int],
-    contexts: Sequence[int],
-    rounds: int | None,
-) -> dict[tuple[int, int], Rounds]:
+def wanted(plan: Plan, threads: Sequence[int], contexts: Sequence[int], rounds: int | None) -> Plan:
     """The part of a plan that is asked for, with so many full rounds if that is said."""
-    found: dict[tuple[int, int], Rounds] = {}
-    for (number, context), planned in plan.items():
-        if number in threads and context in contexts:
-            full = rounds or planned.full
-            found[number, context] = replace(planned, full=full, long=min(planned.long, full))
-    return found
-
-
-def prompt_key(record: Mapping[str, Any]) -> tuple[int, int, int]:
-    """What two records of equal prompts have in common."""
-    return record["context"], record["order"], record["question"]
-
-
-LENGTHS: Final = (16, 64, 256)
-"""Generated tokens for which end-to-end times are told."""
-# Ours, and the peers whose weights take about as many bits.
-PAIRS: Final = (
-    ("ours-auto", "llama-BF16"),
-    ("ours-auto", "llama-F16"),
-    ("ours-int8", "llama-Q8_0"),
-    ("ours-int4", "llama-Q4_1"),
-    ("ours-auto", "stock"),
-    ("ours-auto", "kvboost"),
-)
-# A case, what ours is asked there, and what a peer is.
-CASES: Final = (
-    ("new order", "reorder", ("reorder", "shift")),
-    ("same prefix", "prefix", ("prefix",)),
-    ("nothing known", "full", ("cold",)),
-)
-_SAMPLE_DIGITS: Final = 4
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How equal answers are to those of a full prefill of the same weights.
-
-    Attributes:
-        prompts: Compared.
-        first_equal: Share whose first token is the same.
-        all_equal: Share whose tokens are all the same.
-        equal_tokens: From the first one on until the first other one, on average.
-        tokens: Compared per prompt.
-    """
-
-    prompts: int
-    first_equal: float
-    all_equal: float
-    equal_tokens: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One side in one case.
-
-    Attributes:
-        side: Of `SIDES`.
-        kind: Of job.
-        threads: Of the side.
-        context: Tokens of the chunks.
-        samples: How often it was asked.
-        first_p50: Seconds to the first token.
-        first_p95: The same; with few samples nearly the longest.
-        step_p50: Seconds per further token, over all kinds of this side, threads and context.
-        step_p95: The same.
-        new: Tokens that were generated each time.
-        total_p50: Seconds until the last of them.
-        ends: End-to-end seconds per number of generated tokens, from `first_p50` and `step_p50`.
-        reused: Tokens of the prompt that were not computed for it, the median.
-        peak_mib: The largest resident set while it was asked.
-        anon_mib: Of that, what is no file's, after it.
-        firsts: All samples.
-        agreement: With a full prefill of the same weights, None if none was compared.
-    """
-
-    side: str
-    kind: str
-    threads: int
-    context: int
-    samples: int
-    first_p50: float
-    first_p95: float
-    step_p50: float
-    step_p95: float
-    new: int
-    total_p50: float
-    ends: Mapping[str, float]
-    reused: float
-    peak_mib: float
-    anon_mib: float
-    firsts: tuple[float, ...]
-    agreement: Agreement | None
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """Ours against a peer in one case.
-
-    Attributes:
-        case: Of `CASES`.
-        ours: Side.
-        peer: Side.
-        kind: The peer's kind of job.
-        threads: Of both.
-        context: Tokens of the chunks.
-        first_ratio: The peer's seconds to the first token, over ours.
-        step_ratio: The peer's seconds per further token, over ours.
-        peer_from: From how many generated tokens on the peer is done sooner; None for never.
-        ours_from: The same of ours.
-    """
-
-    case: str
-    ours: str
-    peer: str
-    kind: str
-    threads: int
-    context: int
-    first_ratio: float
-    step_ratio: float
-    peer_from: int | None
-    ours_from: int | None
-
-
-def crossover(first: float, step: float, other_first: float, other_step: float) -> int | None:
-    """From how many generated tokens on the other one ends sooner, for good; None for never.
-
-    Args:
-        first: Seconds to the first token.
-        step: Seconds per further token.
-        other_first: The other one's.
-        other_step: The other one's.
-    """
-    if other_step > step or (other_step == step and other_first >= first):
-        return None  # it may be ahead at first, but not from some number on
-    if other_first < first:
-        return 1
-    if other_step == step:
-        return None
-    behind = other_first - first
-    further = int(behind / (step - other_step)) + 1
-    while further > 1 and other_first + (further - 1) * other_step < first + (further - 1) * step:
-        further -= 1  # rounding may have gone one too far
-    while other_first + further * other_step >= first + further * step:
-        further += 1
-    return 1 + further
-
-
-def end_to_end(first: float, step: float, tokens: int) -> float:
-    """Seconds until so many tokens are there."""
-    return first + (tokens - 1) * step
-
-
-def percentile95(values: Sequence[float]) -> float:
-    """The 95th percentile, interpolated."""
-    if len(values) < 2:
-        return values[0]
-    return statistics.quantiles(values, n=20, method="inclusive")[-1]
-
-
-def weights_of(side: str) -> str:
-    """Sides with the same weights, computed the same way, are exact for each other."""
-    return "stock" if side == "kvboost" else side
-
-
-def exact_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Whose answers a record's can be compared with: those to the same prompt."""
-    return (weights_of(record["side"]), record["threads"], *prompt_key(record))
-
-
-def exact_answers(
-    records: Iterable[Mapping[str, Any]],
-) -> dict[tuple[Any, ...], Sequence[int]]:
-    """Tokens after a prefill in which nothing is approximate, by weights, threads and prompt."""
-    found: dict[tuple[Any, ...], Sequence[int]] = {}
-    for one in records:
-        side, kind = one["side"], one["kind"]
-        exact = {"ours": ("full",), "kvboost": ()}.get(side.split("-")[0], ("cold", "reorder"))
-        if "error" not in one and kind in exact:
-            found[exact_key(one)] = one["tokens"]
-    return found
-
-
-def agreement(
-    answers: Iterable[tuple[Sequence[int], Sequence[int] | None]],
-) -> Agreement | None:
-    """Over pairs of an answer and the exact one, None where none is there."""
-    pairs = [(tokens, exact) for tokens, exact in answers if exact is not None]
-    if not pairs:
-        return None
-    same = [sum(1 for _ in takewhile(bool, map(eq, *pair))) for pair in pairs]
-    lengths = [min(map(len, pair)) for pair in pairs]
-    return Agreement(
-        prompts=len(pairs),
-        first_equal=sum(count > 0 for count in same) / len(pairs),
-        all_equal=sum(map(eq, same, lengths)) / len(pairs),
-        equal_tokens=statistics.mean(same),
-        tokens=max(lengths),
-    )
-
-
-def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row per side, kind, threads and context; what failed is in none."""
-    place = itemgetter("threads", "context", "side")
-    steps: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    good = [one for one in records if "error" not in one]
-    for one in good:
-        if len(one["tokens"]) > 1:
-            steps[place(one)].append(one["step"])
-    exact = exact_answers(good)
-    found = []
-    by = itemgetter("threads", "context", "kind", "side")
-    for (threads, context, kind, side), some in groupby(sorted(good, key=by), by):
-        group = list(some)
-        firsts = [one["ttft"] for one in group]
-        own = steps[threads, context, side] or [0.0]
-        first, step = statistics.median(firsts), statistics.median(own)
-        # An exact answer is not compared with itself.
-        compared = [
-            (one["tokens"], exact.get(exact_key(one))) for one in group if not _is_exact(side, kind)
-        ]
-        found.append(
-            Row(
-                side=side,
-                kind=kind,
-                threads=threads,
-                context=context,
-                samples=len(group),
-                first_p50=first,
-                first_p95=percentile95(firsts),
-                step_p50=step,
-                step_p95=percentile95(own),
-                new=max(len(one["tokens"]) for one in group),
-                total_p50=statistics.median(one["total"] for one in group),
-                ends={str(tokens): end_to_end(first, step, tokens) for tokens in LENGTHS},
-                reused=statistics.median(one["reused"] for one in group),
-                peak_mib=max(one["peak_mib"] for one in group),
-                anon_mib=max(one["anon_mib"] for one in group),
-                firsts=tuple(round(value, _SAMPLE_DIGITS) for value in firsts),
-                agreement=agreement(compared),
-            )
-        )
-    return found
-
-
-def _is_exact(side: str, kind: str) -> bool:
-    if side.startswith("ours"):
-        return kind == "full"
-    return side != "kvboost" and kind in ("cold", "reorder")
-
-
-def crossovers(rows: Iterable[Row]) -> list[Crossover]:
-    """Every pair in every case that both were measured in."""
-    known = {(row.threads, row.context, row.side, row.kind): row for row in rows}
-    found = []
-    for threads, context in sorted({key[:2] for key in known}):
-        for case, kind, kinds in CASES:
-            for ours, peer in PAIRS:
-                own = known.get((threads, context, ours, kind))
-                for theirs in kinds:
-                    other = known.get((threads, context, peer, theirs))
-                    if own is not None and other is not None:
-                        found.append(_compared(case, own, other))
-    return found
-
-
-def _compared(case: str, own: Row, other: Row) -> Crossover:
-    lines = (own.first_p50, own.step_p50), (other.first_p50, other.step_p50)
-    return Crossover(
-        case=case,
-        ours=own.side,
-        peer=other.side,
-        kind=other.kind,
-        threads=own.threads,
-        context=own.context,
-        first_ratio=other.first_p50 / own.first_p50,
-        step_ratio=other.step_p50 / own.step_p50 if own.step_p50 else 0.0,
-        peer_from=crossover(*lines[0], *lines[1]),
-        ours_from=crossover(*lines[1], *lines[0]),
-    )
-
-
-def failures(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What a side said when it could not do a kind of job, by side and kind."""
-    return {f"{one['side']} {one['kind']}": one["error"] for one in records if "error" in one}
-
-
-def report_of(
-    facts: Mapping[str, Any],
-    sides: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """All of it, as JSON has it."""
-    rows = rows_of(records)
-    peers, flash = facts["peers"], facts["flash"]
-    rest = {name: value for name, value in facts.items() if name not in ("peers", "flash")}
     return {
-        "about": {"benchmark": "peers", **rest},
-        "peers": peers,
-        "flash": flash,
-        "sides": sides,
-        "failures": failures(records),
-        "crossovers": [asdict(one) for one in crossovers(rows)],
-        "rows": [asdict(row) for row in rows],
+        (number, context): replace(planned, full=rounds or planned.full)
+        for (number, context), planned in plan.items()
+        if number in threads and context in contexts
     }
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the run.
+
+    Attributes:
+        given: As the command line has it.
+    """
+
+    given: str
+
+    @property
+    def name(self) -> str:
+        """What it is called in records."""
+        return Path(self.given).stem
+
+    @property
+    def file(self) -> Path:
+        """Its GGUF file."""
+        return Path(resolve(self.given))
+
+    @property
+    def plan(self) -> Plan:
+        """How often it is asked."""
+        return LARGER_PLAN if self.file.stat().st_size > LARGER else PLAN
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return load_tokenizer(self.given, {})
+
+    @cached_property
+    def asked(self) -> Material:
+        """The prompts, as its tokenizer has them."""
+        return material(self.tokenizer, LONGEST)
+
+    def facts(self) -> dict[str, str]:
+        """What its answers depend on."""
+        return {"sha256": file_digest(self.file), "weights": file_type(self.file)}
+
+
+def file_type(file: Path) -> str:
+    """What a GGUF file says about the form of its weights, such as Q4_K_M."""
+    from gguf import GGUFReader, LlamaFileType  # only to be told
+
+    field_of = GGUFReader(file).fields.get("general.file_type")
+    if field_of is None:
+        return ""
+    return LlamaFileType(int(field_of.contents())).name.removeprefix("MOSTLY_")
 
 
 WORK: Final = ROOT / "build" / "peers"
@@ -508,7 +270,8 @@ _MIB: Final = 1024  # of the kB in /proc
 class Side(Protocol):
     """A process that answers prompts."""
 
-    pid: int
+    def pids(self) -> list[int]:
+        """The process, and all that it started."""
 
     def facts(self) -> dict[str, Any]:
         """What is to be known about it; with `error`, it cannot be asked."""
@@ -521,16 +284,21 @@ class Side(Protocol):
 
 
 class WorkerSide:
-    """A side that `peers_sides` runs."""
+    """A side that `peers_worker` runs."""
 
-    def __init__(self, name: str, threads: int, work: Path, system: str) -> None:
+    def __init__(self, name: str, model: Model, threads: int, work: Path, system: str) -> None:
         """Start the process; the model is loaded when the facts are asked for."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=work))
-        command = [sys.executable, "-m", "benchmarks.peers_sides", name, "--threads", str(threads)]
-        command += ["--folder", str(self._folder / "chunks"), "--system", system]
+        command = [sys.executable, "-m", "benchmarks.peers_worker", name, "--model", model.given]
+        command += ["--threads", str(threads), "--system", system]
+        command += ["--folder", str(self._folder / "chunks")]
         paths = [str(ROOT / "lab"), os.environ.get("PYTHONPATH", ""), str(work / "kvboost")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with (work / f"{name}-{threads}.log").open("w", encoding="utf-8") as log:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        with (work / f"{model.name}-{name}-{threads}.log").open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -539,7 +307,10 @@ class WorkerSide:
                 text=True,
                 env=environment,
             )
-        self.pid = self._process.pid
+
+    def pids(self) -> list[int]:
+        """The process, and all that it started."""
+        return descendants(self._process.pid)
 
     def facts(self) -> dict[str, Any]:
         """Wait for the first line."""
@@ -576,10 +347,10 @@ class Journal:
     """What was found so far, a line each; a line that was cut is measured anew.
 
     Attributes:
-        facts: Of the run, with the versions of all peers that were asked so far.
+        facts: Of the run, with the versions of all peers that were asked so far, and all models.
         records: Of the answers.
-        sides: Facts, by side.
-        flash: llama.cpp's flash attention, by weights.
+        sides: Facts, by model and side.
+        flash: llama.cpp's flash attention, by model and weights.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any], *, fresh: bool = False) -> None:
@@ -593,8 +364,8 @@ class Journal:
             print(f"{path.name} is of another machine, version or commit: measured anew")
             path.replace(path.with_suffix(".old"))
             before = []
-        known = before[0]["run"]["peers"] if before else {}
-        self.facts = {**facts, "peers": {**known, **facts["peers"]}}
+        known = before[0]["run"] if before else {}
+        self.facts = facts | {part: {**known.get(part, {}), **facts[part]} for part in _PARTS}
         for line in before[1:]:
             self._take(line)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -619,11 +390,17 @@ class Journal:
         return {record["name"] for record in self.records}
 
 
+# Of a run's facts: what not every run asks.
+_PARTS: Final = ("peers", "models")
+
+
 def _same(before: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Whether figures of both may stand in one table; not every run asks every peer."""
-    peers = [one.get("peers", {}) for one in (before, facts)]
-    alike = all(peers[0][name] == peers[1][name] for name in peers[0].keys() & peers[1].keys())
-    return alike and {**before, "peers": {}} == {**facts, "peers": {}}
+    """Whether figures of both may stand in one table."""
+    blank: dict[str, Any] = {part: {} for part in _PARTS}
+    if {**before, **blank} != {**facts, **blank}:
+        return False
+    pairs = [(before.get(part, {}), facts[part]) for part in _PARTS]
+    return all(one[name] == other[name] for one, other in pairs for name in one.keys() & other)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -632,12 +409,26 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def memory(pid: int) -> dict[str, float]:
-    """Resident set of a process in MiB: its peak, and what is no file's."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    found = dict(line.split(":", 1) for line in status if line.startswith(("VmHWM", "RssAnon")))
-    mib = {name: int(value.split()[0]) / _MIB for name, value in found.items()}
-    return {"peak_mib": mib["VmHWM"], "anon_mib": mib["RssAnon"]}
+def memory(pids: Sequence[int]) -> dict[str, float]:
+    """Resident sets in MiB: their peak, and what is no file's.
+
+    Of several processes the sum, as files count once that all of them map.
+    """
+    found = [_status(pid) for pid in pids]
+    shared = [one["RssFile"] for one in found]
+    return {
+        "peak_mib": sum(one["VmHWM"] for one in found) - sum(shared) + max(shared),
+        "anon_mib": sum(one["RssAnon"] for one in found),
+    }
+
+
+def _status(pid: int) -> dict[str, float]:
+    lines: list[str] = []
+    with suppress(OSError):  # a helper may have ended meanwhile, or be about to
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    names = ("VmHWM", "RssFile", "RssAnon")
+    return {name: int(found.get(name, "0").split()[0]) / _MIB for name in names}
 
 
 def kvboost_of(work: Path) -> str:
@@ -651,149 +442,242 @@ def kvboost_of(work: Path) -> str:
     return ", ".join(f"{one.metadata['Name']} {one.version}" for one in found)
 
 
-def choose_flash(journal: Journal, llama: Llama, weights: str, asked: Material, work: Path) -> None:
-    """Measure which attention of llama.cpp is sooner for these weights, on one thread."""
-    if weights in journal.flash:
-        return
-    seconds = {}
-    job = {**asked.prompt(WARM_UP, 0, 0), "kind": "cold", "new": 32, "before": []}
-    for flash in ("on", "off"):
-        with closing(LlamaSide(llama, weights, 1, flash, work)) as side:
-            seconds[flash] = min(side.ask(job)["total"] for _ in range(2))
-    journal.add({"flash": {weights: {"choice": min(seconds, key=lambda k: seconds[k]), **seconds}}})
+@dataclass
+class Starter:
+    """Starts sides.
+
+    Attributes:
+        work: Folder for what is made on the way.
+        journal: Knows which attention of llama.cpp is sooner.
+        llama: Its programs, or None if no side needs them.
+        vllm: The environment with it, or None.
+    """
+
+    work: Path
+    journal: Journal
+    llama: Llama | None = None
+    vllm: Vllm | None = None
+
+    def ready(self, name: str, model: Model, threads: int, system: str) -> Side | None:
+        """A side that has told its facts, None if it cannot run here."""
+        side = None
+        try:
+            side = self.start(name, model, threads, system)
+            facts = side.facts()
+        except (RuntimeError, OSError) as error:
+            facts = {"error": str(error)}
+        self.journal.add({"sides": {f"{model.name} {name}": facts}})
+        if "error" not in facts:
+            return side
+        print(f"{name} cannot run here: {facts['error']}", flush=True)
+        if side is not None:
+            side.close()
+        return None
+
+    def start(self, name: str, model: Model, threads: int, system: str) -> Side:
+        """A side whose template has this instruction.
+
+        Raises:
+            RuntimeError: If it does not start.
+        """
+        log = self.work / f"{model.name}-{name}-{threads}.log"
+        if name.startswith("llama-") and self.llama is not None:
+            form = name.removeprefix("llama-")
+            weights = self.llama.weights(form, model.file, self._folder(model))
+            flash = self._flash(model, form, weights)
+            return LlamaSide(self.llama, weights, threads, flash, log)
+        if name in VLLM and self.vllm is not None:
+            stored = checkpoint(model.given, self._folder(model) / "bfloat16", torch.bfloat16)
+            return VllmSide(self.vllm, stored, threads, log, lmcache=name == "lmcache")
+        return WorkerSide(name, model, threads, self.work, system)
+
+    def _folder(self, model: Model) -> Path:
+        """Where what is made of a model lies."""
+        folder = self.work / model.facts()["sha256"][:16]
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _flash(self, model: Model, form: str, weights: Path) -> str:
+        """Which attention of llama.cpp is sooner for these weights, measured on one thread."""
+        place = f"{model.name} {form}"
+        if place not in self.journal.flash and self.llama is not None:
+            seconds = {}
+            job = {**model.asked.prompt(WARM_UP, 0, 0), "kind": "cold", "new": NEW, "before": []}
+            for flash in ("on", "off"):
+                log = self.work / f"{model.name}-flash-{form}-{flash}.log"
+                with closing(LlamaSide(self.llama, weights, 1, flash, log)) as side:
+                    seconds[flash] = side.ask(job)["total"]
+            choice = min(seconds, key=lambda one: seconds[one])
+            self.journal.add({"flash": {place: {"choice": choice, **seconds}}})
+        found: str = self.journal.flash[place]["choice"]
+        return found
 
 
 class Driver:
     """Asks the sides in turns.
 
     Attributes:
+        starter: Of sides.
         journal: What was found.
-        work: Folder for what is made on the way.
-        asked: Prompts.
-        llama: Programs and weights, or None if no side needs them.
     """
 
-    def __init__(self, journal: Journal, work: Path, asked: Material, llama: Llama | None) -> None:
-        self.journal, self.work, self.asked, self.llama = journal, work, asked, llama
+    def __init__(self, starter: Starter) -> None:
+        self.starter, self.journal = starter, starter.journal
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Ask jobs of one number of threads, in their order."""
+    def run(self, model: Model, jobs: Sequence[Job]) -> None:
+        """Ask jobs of one model and one number of threads, in their order."""
         todo = [job for job in jobs if job.name not in self.journal.done]
-        names = list(dict.fromkeys(job.side for job in todo))
         with ExitStack() as stack:
             sides: dict[str, Side] = {}
-            for name in names:
-                side = self._started(name, todo[0].threads)
+            for name in dict.fromkeys(job.side for job in todo):
+                side = self.starter.ready(name, model, todo[0].threads, model.asked.system)
                 if side is not None:
                     sides[name] = stack.enter_context(closing(side))
+                    prompt = model.asked.prompt(WARM_UP, 0, QUICK[1, 1024].full)
+                    warm_up = {"kind": "cold", "new": 8, "before": prompt["context"]}
+                    answered(side, {**prompt, **warm_up})
             for left, job in zip(range(len(todo), 0, -1), todo, strict=True):
                 if job.side in sides:
-                    self._ask(sides[job.side], job, left)
+                    self._ask(sides[job.side], model.asked, job, left)
 
-    def _started(self, name: str, threads: int) -> Side | None:
-        """A side that is ready and warm, None if it cannot run here."""
-        side: Side
-        if name.startswith("llama-") and self.llama is not None:
-            weights = name.removeprefix("llama-")
-            choose_flash(self.journal, self.llama, weights, self.asked, self.work)
-            flash = self.journal.flash[weights]["choice"]
-            side = LlamaSide(self.llama, weights, threads, flash, self.work)
-        else:
-            side = WorkerSide(name, threads, self.work, self.asked.system)
-        facts = side.facts()
-        self.journal.add({"sides": {name: facts}})
-        if "error" in facts:
-            print(f"{name} cannot run here: {facts['error']}", flush=True)
-            side.close()
-            return None
-        prompt = self.asked.prompt(WARM_UP, 0, QUICK[1, 1024].full)
-        side.ask({**prompt, "kind": "cold", "new": 8, "before": prompt["context"]})
-        return side
-
-    def _ask(self, side: Side, job: Job, left: int) -> None:
-        prompt = self.asked.prompt(job.context, job.order, job.question)
-        before = self.asked.prompt(job.context, 0, job.question)["context"]
+    def _ask(self, side: Side, asked: Material, job: Job, left: int) -> None:
+        prompt = asked.prompt(job.context, job.order, job.question)
+        before = asked.prompt(job.context, 0, job.question)["context"]
         time.sleep(SETTLE)
-        with suppress(OSError):  # else the peak is that of everything so far
-            Path(f"/proc/{side.pid}/clear_refs").write_text("5", encoding="utf-8")
+        for pid in side.pids():
+            with suppress(OSError):  # else the peak is that of everything so far
+                Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
         began = time.perf_counter()
-        found = side.ask({**prompt, "kind": job.kind, "new": job.new, "before": before})
+        found = answered(side, {**prompt, "kind": job.kind, "new": job.new, "before": before})
         wall = time.perf_counter() - began
         if "error" not in found:
-            found.update(memory(side.pid))
+            found.update(memory(side.pids()))
         record = {"name": job.name, **asdict(job), "wall": wall, "load": load(), **found}
         self.journal.add({"record": record})
         told = (
             found.get("error") or f"{found['ttft']:8.3f} s, {1e3 * found['step']:6.1f} ms a token"
         )
-        print(f"{left:>4} {job.name:<40} {told}", flush=True)
+        print(f"{left:>4} {job.name:<50} {told}", flush=True)
+
+
+def answered(side: Side, job: dict[str, Any]) -> dict[str, Any]:
+    """What a side says; a part that a peer cannot do is a finding, too."""
+    try:
+        return side.ask(job)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    every = (*SIDES, *MORE_SIDES)
-    parser.add_argument("--sides", nargs="+", choices=every, default=SIDES)
+    add_arguments(parser, SIDES, (*SIDES, *MORE_SIDES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, help="full rounds of every context")
     parser.add_argument("--quick", action="store_true", help="one round, one context, one thread")
     parser.add_argument("--fresh", action="store_true", help="forget what the work folder has")
-    parser.add_argument("--work", type=Path, default=WORK, metavar="FOLDER")
-    parser.add_argument("--llama-bin", type=Path, metavar="FOLDER", help="llama-server is there")
     parser.add_argument("--json", type=Path, default=result_file("peers"), metavar="FILE")
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the report after each context."""
-    parsed = parse(words)
+def add_arguments(
+    parser: argparse.ArgumentParser, sides: Sequence[str], every: Sequence[str]
+) -> None:
+    """What times and answers are both asked by."""
+    models = "names of models, or GGUF files"
+    parser.add_argument("--models", nargs="+", type=Model, default=[Model("smollm2")], help=models)
+    parser.add_argument("--sides", nargs="+", choices=every, default=list(sides))
+    parser.add_argument("--work", type=Path, default=WORK, metavar="FOLDER")
+    parser.add_argument("--llama-bin", type=Path, metavar="FOLDER", help="llama-server is there")
+    parser.add_argument("--vllm-venv", type=Path, metavar="FOLDER", help="vLLM is installed there")
+
+
+def prepare(
+    options: argparse.Namespace, file: str, facts: dict[str, Any], *, fresh: bool
+) -> Starter:
+    """Fetch and compile what the sides need, and open the journal of these facts.
+
+    Args:
+        options: See `add_arguments`; sides that nothing is there for are taken out.
+        file: Name of the journal in the work folder.
+        facts: What figures depend on, beside models and versions of peers.
+        fresh: Whether the journal begins anew.
+    """
     # So that servers end with this process, whoever ends it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    work: Path = parsed.work.resolve()
+    options.work = work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    versions = {}
-    llama = None
-    if any(name.startswith("llama") for name in parsed.sides):
-        llama = prepared(work, parsed.llama_bin)
+    if options.vllm_venv is None:
+        options.sides = [side for side in options.sides if side not in VLLM]
+    versions, llama, vllm = {}, None, None
+    if any(side.startswith("llama") for side in options.sides):
+        llama = prepared(work, options.llama_bin)
         versions["llama.cpp"] = llama.version
-    if "kvboost" in parsed.sides:
+    if "ours-llama" in options.sides and importlib.util.find_spec("llama_cpp") is not None:
+        versions["llama-cpp-python"] = importlib.metadata.version("llama-cpp-python")
+    if "kvboost" in options.sides:
         versions["kvboost"] = kvboost_of(work)
+    if options.vllm_venv is not None:
+        vllm = Vllm.of(options.vllm_venv)
+        versions["vllm"] = vllm.version
+    models = {model.name: model.facts() for model in options.models}
+    journal = Journal(work / file, {**facts, "peers": versions, "models": models}, fresh=fresh)
+    return Starter(work, journal, llama, vllm)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and write the report after each number of threads."""
+    parsed = parse(words)
     about = described("cpu", 1)
     facts = {
         "machine": f"{processor_of(about['machine'])}, {os.cpu_count()} cores",
         "cores": os.cpu_count() or 1,
         "versions": about["versions"],
-        "peers": versions,
         "commit": commit(),
         "prefix": PREFIX,
         "chunk": CHUNK,
         "query": QUERY,
     }
-    journal = Journal(work / "records.jsonl", facts, fresh=parsed.fresh)
-    asked = material(load_tokenizer("smollm2", {}), LONGEST)
-    driver = Driver(journal, work, asked, llama)
-    plan = QUICK if parsed.quick else PLAN
-    chosen = wanted(plan, parsed.threads, parsed.contexts, parsed.rounds)
-    for threads in sorted({key[0] for key in chosen}):
-        jobs = [
-            job
-            for (number, context), rounds in chosen.items()
-            if number == threads
-            for job in jobs(threads, context, rounds, parsed.sides)
-        ]
-        driver.run(jobs)
-        records = journal.records
-        spent = {
-            "date": about["date"],
-            "minutes": round(sum(one["wall"] for one in records) / 60, 1),
-            "load": statistics.median(one["load"] for one in records) if records else 0.0,
-        }
-        write(
-            parsed.json,
-            report_of({**journal.facts, **spent, "flash": journal.flash}, journal.sides, records),
-        )
+    try:
+        starter = prepare(parsed, "records.jsonl", facts, fresh=parsed.fresh)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    driver, journal = Driver(starter), starter.journal
+    for model in parsed.models:
+        plan = QUICK if parsed.quick else model.plan
+        chosen = wanted(plan, parsed.threads, parsed.contexts, parsed.rounds)
+        for threads in sorted({key[0] for key in chosen}):
+            for turn in TURNS:
+                asked = [side for side in parsed.sides if side in turn]
+                todo = [
+                    job
+                    for (number, context), rounds in chosen.items()
+                    if number == threads
+                    for job in jobs(model.name, threads, context, rounds, asked)
+                ]
+                driver.run(model, todo)
+            keep(parsed.json, journal, about["date"])
     return 0
+
+
+def keep(file: Path, journal: Journal, date: str) -> None:
+    """Write the report, with the right answers that are known."""
+    records = journal.records
+    spent = {
+        "date": date,
+        "minutes": round(sum(one["wall"] for one in records) / 60, 1),
+        "load": statistics.median(one["load"] for one in records) if records else 0.0,
+    }
+    facts = {**journal.facts, **spent, "flash": journal.flash}
+    write(file, with_right(report_of(facts, journal.sides, records), right_answers()))
+
+
+def right_answers() -> Right:
+    """What `peers_answers` found, by model, side and kind."""
+    rows = read(result_file("peers_answers")).get("answers", ())
+    return {(row["model"], row["side"], row["kind"]): row for row in rows}
 
 
 if __name__ == "__main__":

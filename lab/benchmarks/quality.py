@@ -68,7 +68,7 @@ def policies(auxiliary: Auxiliary, taught: Auxiliary) -> dict[str, ReusePolicy]:
     """What is compared, by label; `taught` is an auxiliary that was fine-tuned for choosing."""
     return {
         "full prefill": FullRecompute(),
-        "reordered": Reuse(),
+        "reuse": Reuse(),
         "composite": Reuse(positions="composite"),
         "LegoLink": LegoLink(LEGO_TOKENS),
         "CacheBlend": CacheBlend(RATIO),
@@ -83,9 +83,7 @@ def policies(auxiliary: Auxiliary, taught: Auxiliary) -> dict[str, ReusePolicy]:
 def studies() -> tuple[Study, ...]:
     """Facts that need two chunks, those that need one (noise as RGB's: 5 documents), more ways."""
     rest = tuple(name for name in (*SINGLE, *OTHER) if name not in NOISE)
-    every = (
-        *("full prefill", "reordered", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),
-    )
+    every = (*("full prefill", "reuse", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),)
     clips = ("CacheClip, best windows", "CacheClip, taught")
     more = ("full prefill", *clips, "LegoLink, 11 tokens")
     return (

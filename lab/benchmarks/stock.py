@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, DynamicLayer, StoppingCriteria, St
 from transformers.models.llama.modeling_llama import rotate_half
 
 from kvcache_rag.models.cache import CACHE_NAME
+from kvcache_rag.models.pretrained import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,21 @@ class Stock:
             self.naive(1)
         cache = cache_copy(self._held, self.context)
         return timed_generate(self.model, self.ids, new_tokens, cache)
+
+
+def checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
+    """A model as transformers saves it, which vLLM reads."""
+    if not (folder / "config.json").is_file():
+        model, tokenizer, _ = load(
+            name, dtype=dtype, device="cpu", options={}, weight_format="plain"
+        )
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.quantization_config = None
+        plain = type(model)(config).to(dtype)
+        plain.load_state_dict(model.state_dict())
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 def median_parts(samples: list[Sample]) -> dict[str, float]:

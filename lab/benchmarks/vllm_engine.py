@@ -3,7 +3,7 @@
     python -m benchmarks.vllm_engine --venv .venv-vllm
     python -m benchmarks.vllm_engine --venv .venv-vllm --quick --json build/vllm.json
 
-SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_sides`), one server.  Every request
+SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_prompts`), one server.  Every request
 has a salt of its own, so no side finds pages of a request before: "stitched" loads every chunk from
 the store, in a new order each time; "plain" is the same prompt without boundaries, which vLLM
 prefills.  Streams begin together; a stream's first token and the tokens a second of all of them are
@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from benchmarks.common import ROOT, described, load, result_file, write
-from benchmarks.peers_sides import CHUNK, LONGEST, Material, material
-from kvcache_rag.models.pretrained import load as load_model
+from benchmarks.peers_prompts import CHUNK, LONGEST, Material, material
+from benchmarks.stock import checkpoint
 from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag_server.http import LostError
 from vllm_kvcache_rag.front.client import EngineClient
@@ -76,21 +76,6 @@ class Row:
     tokens_per_second: float
     cached: int
     rounds: int
-
-
-def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
-    """SmolLM2 as transformers saves it, which vLLM reads."""
-    if not (folder / "config.json").is_file():
-        model, tokenizer, _ = load_model(
-            "smollm2", dtype=dtype, device="cpu", options={}, weight_format="plain"
-        )
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.quantization_config = None
-        plain = type(model)(config).to(dtype)
-        plain.load_state_dict(model.state_dict())
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return folder
 
 
 @contextmanager
@@ -227,7 +212,7 @@ async def measured(asking: Asking, contexts: Sequence[int], streams: Sequence[in
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start a server, measure, and say what was measured."""
     dtype = getattr(torch, options.dtype)
-    model = checkpoint(options.work / f"smollm2-{options.dtype}", dtype)
+    model = checkpoint("smollm2", options.work / f"smollm2-{options.dtype}", dtype)
     made = material(load_tokenizer("smollm2", {}))
     key = secrets.token_hex(32)
     contexts = (1024,) if options.quick else CONTEXTS

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from pictures import LEAST, smallest_letters
 from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
@@ -69,6 +70,7 @@ def test_what_is_written_is_of_one_piece(
     check_speed(found["speed"])
     check_corpus(found["corpus"])
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+    assert smallest_letters(plot) >= LEAST
     printed = capsys.readouterr().out
     assert "2 rounds of full prefill and of chunks of 40 tokens (native)" in printed
     assert "at 40 and 96 tokens of context and 3 tokens an answer" in printed

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import asdict
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import peers
-from benchmarks.peers import (
-    PLAN,
-    QUICK,
-    SIDES,
-    Rounds,
+from benchmarks.peers import LARGER_PLAN, PLAN, QUICK, SIDES, Model, Rounds, jobs, wanted
+from benchmarks.peers_prompts import fitted, order_of
+from benchmarks.peers_report import (
     agreement,
+    better_peers,
     crossover,
     end_to_end,
-    jobs,
     percentile95,
     report_of,
     rows_of,
-    wanted,
+    with_right,
 )
-from benchmarks.peers_sides import fitted, order_of
+from benchmarks.peers_servers import (
+    FLAGS,
+    NO_AMX,
+    Server,
+    VllmSide,
+    descendants,
+    error_in,
+    flags_for,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +48,7 @@ FACTS: dict[str, Any] = {
     "cores": 2,
     "versions": "torch 2",
     "peers": {"llama.cpp": "llama.cpp 1", "kvboost": "kvboost 0.9.0"},
+    "models": {"small": {"sha256": "12", "weights": "Q4_1"}},
     "commit": "0123456789ab",
     "prefix": 128,
     "chunk": 256,
@@ -42,18 +57,26 @@ FACTS: dict[str, Any] = {
 SPENT: dict[str, Any] = {"date": "2026-01-01", "minutes": 2.0, "load": 1.0}
 # Seconds to the first token and per further one.
 TIMES = {
-    "ours-auto": {"prefix": 0.1, "reorder": 0.1, "cold": 2.1, "full": 2.0},
-    "llama-F16": {"prefix": 0.05, "reorder": 4.0, "shift": 3.0, "cold": 4.0},
+    "ours-auto": {
+        "prefix": 0.1,
+        "reorder": 0.1,
+        "cold": 2.1,
+        "full": 2.0,
+        "best-prefix": 0.5,
+        "best-reorder": 0.5,
+        "best-cold": 2.5,
+    },
+    "llama-BF16": {"prefix": 0.05, "reorder": 4.0, "shift": 3.0, "cold": 4.0},
     "kvboost": {"prefix": 1.0, "cold": 3.0},
 }
-STEPS = {"ours-auto": 0.02, "llama-F16": 0.01, "kvboost": 0.1}
+STEPS = {"ours-auto": 0.02, "llama-BF16": 0.01, "kvboost": 0.1}
 
 
 def records(sides: tuple[str, ...] = tuple(TIMES)) -> list[dict[str, Any]]:
     found = []
-    for job in jobs(1, 1024, Rounds(2, 2, 1), sides):
+    for job in jobs("small", 1, 1024, Rounds(2, 2), sides):
         record = {"name": job.name, **asdict(job), "wall": 1.0, "load": 1.0}
-        first = TIMES[job.side].get(job.kind, TIMES[job.side]["prefix"])
+        first = TIMES[job.side].get(job.kind, 0.0)
         if job.side == "kvboost" and job.kind == "reorder":
             found.append({**record, "error": "ValueError: not here"})
             continue
@@ -66,7 +89,7 @@ def records(sides: tuple[str, ...] = tuple(TIMES)) -> list[dict[str, Any]]:
 
 def report(sides: tuple[str, ...] = tuple(TIMES)) -> dict[str, Any]:
     facts = {side: {"memory_bytes_per_token": 23040.0} for side in sides}
-    flash = {"F16": {"choice": "on", "on": 1.0, "off": 2.0}}
+    flash = {"BF16": {"choice": "on", "on": 1.0, "off": 2.0}}
     made = report_of({**FACTS, **SPENT, "flash": flash}, facts, records(sides))
     copied: dict[str, Any] = json.loads(json.dumps(made))
     return copied
@@ -110,7 +133,7 @@ def test_percentiles_and_agreement() -> None:
 
 @pytest.mark.parametrize("full", [1, 2, 3])
 def test_every_job_has_a_name_of_its_own_and_finds_the_state_that_it_needs(full: int) -> None:
-    planned = [*jobs(1, 1024, Rounds(full, 3, 1), SIDES)]
+    planned = [*jobs("small", 1, 1024, Rounds(full, 3), SIDES)]
     assert len({job.name for job in planned}) == len(planned)
     assert all(job.question < 24 for job in planned)
     for side in SIDES:
@@ -125,10 +148,10 @@ def test_every_job_has_a_name_of_its_own_and_finds_the_state_that_it_needs(full:
 
 
 def test_exact_answers_are_there_for_what_is_compared() -> None:
-    planned = [*jobs(1, 2048, Rounds(2, 2, 1), SIDES)]
+    planned = [*jobs("small", 1, 4096, Rounds(2, 2), SIDES)]
     for side, kind, exact in (
-        ("llama-F16", "prefix", "cold"),
-        ("llama-F16", "shift", "reorder"),
+        ("llama-BF16", "prefix", "cold"),
+        ("llama-BF16", "shift", "reorder"),
         ("ours-int8", "reorder", "full"),
     ):
         asked = {(j.order, j.question) for j in planned if (j.side, j.kind) == (side, exact)}
@@ -168,7 +191,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first = peers.Journal(path, FACTS)
     some = records()[:3]
     first.add({"sides": {"stock": {"memory_bytes_per_token": 1.0}}})
-    first.add({"flash": {"F16": {"choice": "on"}}})
+    first.add({"flash": {"BF16": {"choice": "on"}}})
     for record in some:
         first.add({"record": record})
     with path.open("a", encoding="utf-8") as file:
@@ -179,8 +202,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert (again.sides, again.flash) == (first.sides, first.flash)
     again.add({"record": records()[3]})
     assert len(peers.Journal(path, FACTS).records) == 4
-    fewer = peers.Journal(path, {**FACTS, "peers": {"kvboost": "kvboost 0.9.0"}})
-    assert (len(fewer.records), fewer.facts) == (4, FACTS), "a run of fewer sides keeps the others"
+    fewer = {"peers": {"kvboost": "kvboost 0.9.0"}, "models": {"large": {"sha256": "34"}}}
+    found = peers.Journal(path, {**FACTS, **fewer})
+    assert len(found.records) == 4, "a run of fewer sides and of another model keeps the others"
+    assert found.facts["peers"] == FACTS["peers"]
+    assert set(found.facts["models"]) == {"small", "large"}
     assert not peers.Journal(path, {**FACTS, "commit": "another"}).records
     assert path.with_suffix(".old").is_file(), "what was of another commit is put aside"
     assert not peers.Journal(path, {**FACTS, "commit": "another", "peers": {"kvboost": "2"}}).done
@@ -189,10 +215,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 class _Scripted:
     """A side that answers at once."""
 
-    pid = 0
-
     def __init__(self, name: str, asked: list[str]) -> None:
         self.name, self.asked = name, asked
+
+    def pids(self) -> list[int]:
+        return []
 
     def facts(self) -> dict[str, Any]:
         return {"error": "it does not run"} if self.name == "kvboost" else {"is": self.name}
@@ -212,48 +239,178 @@ class _Asked:
         return {"context": [context, order], "query": [question]}
 
 
+class _Small(Model):
+    @cached_property
+    def asked(self) -> Any:
+        return _Asked()
+
+
+class _Starter(peers.Starter):
+    asked: list[str] = []  # noqa: RUF012 -- one for all
+
+    def start(self, name: str, model: Model, threads: int, system: str) -> Any:
+        if name == "llama-BF16":
+            raise RuntimeError("it did not start")
+        return _Scripted(name, self.asked)
+
+
 def test_what_is_there_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(peers, "WorkerSide", lambda name, *_: _Scripted(name, asked))
     monkeypatch.setattr(peers, "SETTLE", 0.0)
-    todo = [*jobs(1, 1024, QUICK[1, 1024], ("stock", "kvboost"))]
+    asked = _Starter.asked
+    names = ("stock", "kvboost", "llama-BF16")
+    todo = [*jobs("small", 1, 1024, QUICK[1, 1024], names)]
     known = len([job for job in todo if job.side == "stock"])
     path = tmp_path / "records.jsonl"
     for expected in (known + 2, 0):  # with the prompt to warm up, and the end
         asked.clear()
-        driver = peers.Driver(peers.Journal(path, FACTS), tmp_path, _Asked(), None)  # type: ignore[arg-type]  # a fake
-        driver.run([job for job in todo if job.side == "stock"])
+        driver = peers.Driver(_Starter(tmp_path, peers.Journal(path, FACTS)))
+        driver.run(_Small("small"), [job for job in todo if job.side == "stock"])
         assert len(asked) == expected
     asked.clear()
-    driver.run(todo)
+    driver.run(_Small("small"), todo)
     assert asked == ["kvboost closed"], "what does not start is not asked"
-    assert driver.journal.sides["kvboost"] == {"error": "it does not run"}
+    assert driver.journal.sides["small kvboost"] == {"error": "it does not run"}
+    assert driver.journal.sides["small llama-BF16"] == {"error": "it did not start"}
 
 
 def test_rows_are_what_the_records_say() -> None:
     rows = {(row.side, row.kind): row for row in rows_of(records())}
-    ours, shifted = rows["ours-auto", "reorder"], rows["llama-F16", "shift"]
+    ours, shifted = rows["ours-auto", "reorder"], rows["llama-BF16", "shift"]
     assert (ours.samples, shifted.samples) == (4, 2)
     assert ours.ends["64"] == pytest.approx(0.1 + 63 * 0.02)
     assert ours.agreement is not None
     assert (ours.agreement.prompts, ours.agreement.all_equal) == (2, 1.0)
     assert shifted.agreement is not None
     assert (shifted.agreement.all_equal, shifted.agreement.equal_tokens) == (0.0, 2.0)
-    assert rows["llama-F16", "cold"].agreement is None
+    assert rows["llama-BF16", "cold"].agreement is None
     assert ("kvboost", "reorder") not in rows
 
 
 def test_the_report_says_who_ends_sooner_whoever_it_is() -> None:
     made = report()
     found = {(one["case"], one["peer"], one["kind"]): one for one in made["crossovers"]}
-    assert found["new order", "llama-F16", "shift"]["peer_from"] == 292
-    assert found["same prefix", "llama-F16", "prefix"]["peer_from"] == 1
+    assert found["new order, Reuse()", "llama-BF16", "shift"]["peer_from"] == 292
+    assert found["new order, BestLast()", "llama-BF16", "shift"]["first_ratio"] == 6.0
+    assert found["same beginning, Reuse()", "llama-BF16", "prefix"]["peer_from"] == 1
     assert found["nothing known", "kvboost", "cold"]["peer_from"] is None
-    assert made["failures"] == {"kvboost reorder": "ValueError: not here"}
+    assert made["failures"] == {"small kvboost reorder": "ValueError: not here"}
     assert made["about"]["benchmark"] == "peers"
+    assert made["models"] == FACTS["models"]
+
+
+def test_the_table_has_a_line_for_each_way_of_using_a_side() -> None:
+    answers = {("small", "ours-auto", "full"): {"right": {"value": 0.5}, "rows": 200}}
+    lines = {(one["side"], one["way"]): one for one in with_right(report(), answers)["table"]}
+    assert lines["ours-auto", "BestLast()"]["new order s"] == 0.5
+    assert lines["ours-auto", "BestLast()"]["cold s"] == 2.5
+    assert lines["llama-BF16", "--cache-reuse"]["new order s"] == 3.0
+    assert lines["llama-BF16", "--cache-reuse"]["cold s"] is None
+    assert lines["llama-BF16", ""]["further token ms"] == pytest.approx(10.0)
+    assert lines["kvboost", ""]["new order s"] is None, "it could not"
+    # Who computes everything in bfloat16 answers as our full prefill does.
+    right = {place: line["of rows"] for place, line in lines.items() if line["of rows"]}
+    assert right == {("ours-auto", "full prefill"): 200, ("llama-BF16", ""): 200}
+
+
+def test_the_report_says_where_a_peer_is_better() -> None:
+    found = {(one["measure"], one["ours"], one["peer"]) for one in better_peers(report()["table"])}
+    assert ("same beginning s", "ours-auto Reuse()", "llama-BF16") in found
+    assert ("further token ms", "ours-auto BestLast()", "llama-BF16") in found
+    assert not any(measure == "new order s" for measure, _, _ in found)
 
 
 def test_a_plan_can_be_asked_for_in_part() -> None:
-    some = wanted(PLAN, [1], [1024, 4096], 1)
-    assert set(some) == {(1, 1024), (1, 4096)}
-    assert all(rounds.full == 1 and rounds.long <= 1 for rounds in some.values())
+    for plan in (PLAN, LARGER_PLAN):
+        some = wanted(plan, [1], [1024, 4096], 1)
+        assert set(some) == {(1, 1024), (1, 4096)}
+        assert all(rounds.full == 1 for rounds in some.values())
+
+
+OLD = "cc (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
+
+
+@pytest.mark.parametrize(
+    ("cpu", "compiler", "is_without"),
+    [
+        ("flags: amx_tile amx_int8", OLD, True),
+        ("flags: avx512f", OLD, False),
+        ("flags: amx_tile", OLD.replace("12.2.0", "13.1.0"), False),
+        ("flags: amx_tile", "Debian clang version 11.0.1", False),
+    ],
+)
+def test_llama_cpp_has_no_amx_of_an_old_gcc(cpu: str, compiler: str, is_without: bool) -> None:
+    flags = flags_for(cpu, compiler)
+    assert flags[: len(FLAGS)] == FLAGS
+    assert (f"-DCMAKE_CXX_FLAGS={NO_AMX}" in flags) is is_without
+
+
+def test_the_first_error_of_a_log_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    error = "ModuleNotFoundError: No module named 'cuda'"
+    log.write_text(f"WARNING ImportError: x\n  File x\n{error}\nRuntimeError: y\n")
+    assert error_in(log) == error
+    log.write_text("Killed\n\n")
+    assert error_in(log) == "Killed"
+
+
+def test_memory_is_that_of_all_processes() -> None:
+    command = [sys.executable, "-c", "import subprocess as s; s.run(['sleep', '60'])"]
+    with subprocess.Popen(command) as parent:
+        until = time.monotonic() + 20
+        while len(found := descendants(parent.pid)) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        together, alone = peers.memory(found), peers.memory(found[:1])
+        for pid in found[::-1]:
+            os.kill(pid, signal.SIGKILL)
+    assert len(found) == 2
+    assert together["peak_mib"] > alone["peak_mib"] > 0
+
+
+class _Engine(BaseHTTPRequestHandler):
+    """vLLM's server, as far as a side asks it; its tokens are numbers."""
+
+    asked: list[dict[str, Any]] = []  # noqa: RUF012 -- of the class, as a handler is made a request
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        self.send_response(200)
+        self.end_headers()
+        usage = {"prompt_tokens_details": {"cached_tokens": 128}}
+        parts = [{"choices": [{"token_ids": [n]}]} for n in range(body["max_tokens"])]
+        for part in (*parts, {"choices": [], "usage": usage}):
+            self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_vllm_finds_what_a_kind_wants_it_to_know() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    side = VllmSide.__new__(VllmSide)
+    side._salt, side._context, side._lmcache = "", [0], True
+    side._server = Server.__new__(Server)
+    side._server._port = server.server_address[1]
+    job = {"prefix": [1], "context": [1, 2, 3], "query": [9], "new": 4}
+
+    def prompts(kind: str) -> list[tuple[list[int], str]]:
+        _Engine.asked.clear()
+        found = side.ask({**job, "kind": kind})
+        assert (found["tokens"], found["reused"]) == ([0, 1, 2, 3], 128)
+        return [(body["prompt"], body["cache_salt"]) for body in _Engine.asked]
+
+    ((whole, first),) = prompts("cold")
+    assert whole == [1, 2, 3, 9]
+    assert prompts("prefix") == [([1, 2, 3, 9], first)], "it was asked just before"
+    (warm, second), (again, third) = prompts("reorder")
+    assert (warm, again) == ([1, 9], whole), "the instruction alone is known"
+    assert first != second == third
+    assert [one for one, _ in prompts("prefix")] == [whole]
+    job["context"] = [1, 3, 2]
+    assert [one for one, _ in prompts("prefix")] == [[1, 3, 2, 9]] * 2
+    tags = [body["kv_transfer_params"]["lmcache.tag.salt"] for body in _Engine.asked]
+    assert tags == [body["cache_salt"] for body in _Engine.asked]
+    server.shutdown()
+    server.server_close()

@@ -39,7 +39,7 @@ def test_the_reader_is_asked_all_its_kinds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    given = ("--questions", "4", "--report", str(file), "--policies", "reordered", "--timed", "0")
+    given = ("--questions", "4", "--report", str(file), "--policies", "reuse", "--timed", "0")
     assert evaluate.run(arguments(*given)) == 0
     printed = capsys.readouterr().out
     found = groups(file)
@@ -74,7 +74,7 @@ def test_who_has_no_documents_refuses(tmp_path: Path) -> None:
 def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     given = ("--task", "reader_single", "--questions", "8", "--timed", "0", "--report", str(file))
-    assert evaluate.run(arguments(*given, "--kv-codec", "int8", "--policies", "reordered")) == 0
+    assert evaluate.run(arguments(*given, "--kv-codec", "int8", "--policies", "reuse")) == 0
     printed = capsys.readouterr().out
     (group,) = groups(file)
     native, int8, closed = group["rows"]
@@ -148,18 +148,18 @@ def test_differences_are_printed_below_the_floor(
     assert evaluate.run(arguments(*given, "--in-order", "--questions", "3")) == 0
     (group,) = groups(file)
     assert (group["n"], group["scored"], group["metric"]) == (3, False, "containment")
-    full, reordered, closed = group["rows"]
+    full, reuse, closed = group["rows"]
     assert full["difference"] is None
     assert (
         full["above_closed"]["difference"] == full["quality"]["value"] - closed["quality"]["value"]
     )
     for name in ("difference", "above_closed"):
-        assert reordered[name]["low"] <= reordered[name]["difference"] <= reordered[name]["high"]
+        assert reuse[name]["low"] <= reuse[name]["difference"] <= reuse[name]["high"]
         assert closed[name] is None
     printed = capsys.readouterr().out
     assert "| minus full | minus closed book |" in printed
     assert "Not scored" in printed
-    (line,) = (line for line in printed.splitlines() if line.startswith("| reordered "))
+    (line,) = (line for line in printed.splitlines() if line.startswith("| reuse "))
     assert line.count(" to ") >= 3, "quality, difference from full prefill and from closed book"
     assert evaluate.run(arguments(*given, "--questions", "1", "--metric", "f1")) == 0
     assert groups(file)[0]["metric"] == "f1"
@@ -182,7 +182,7 @@ def test_differences_are_printed_below_the_floor(
         (["--plot", "x.png", "--timed", "0"], "--timed"),
         (["--data", "no/such/folder"], "no folder"),
         (["--metric", "rouge"], "no task has the metric 'rouge'"),
-        (["--policies", "reorderd"], "reordered"),
+        (["--policies", "reus"], "reuse"),
         (["--policies", "cacheclip"], "--auxiliary"),
         (["--task", "hotpot"], "hotpotqa"),
         (["--task", "hotpotqa", "--data", "."], "hotpotqa"),

@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag_lab.evaluation import datasets, longbench
 from kvcache_rag_lab.evaluation.datasets import (
     estimated_tokens,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
+from pictures import LEAST, smallest_letters
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag_lab.evaluation.report import (
     PolicyRow,
     check_plot,
@@ -171,7 +174,7 @@ def test_other_metrics_stand_beside_the_one_that_is_compared() -> None:
 
 
 def test_without_full_prefill_nothing_is_compared() -> None:
-    (group,) = summarise(records(answered(GOOD, "reordered", milliseconds=None)))
+    (group,) = summarise(records(answered(GOOD, "reuse", milliseconds=None)))
     assert group.scored is None
     text = to_markdown([group])
     assert "minus full" not in text
@@ -190,16 +193,16 @@ def test_codecs_are_compared_with_the_first() -> None:
     rows = rows_of(
         records(
             answered(GOOD, "full", codec="native"),
-            answered(GOOD, "reordered", codec="native", divergence=0.25),
-            answered(GOOD, "reordered", codec="int4", divergence=0.5, texts="other"),
+            answered(GOOD, "reuse", codec="native", divergence=0.25),
+            answered(GOOD, "reuse", codec="int4", divergence=0.5, texts="other"),
         )
     )
-    assert rows["reorderednative"].changed is None
-    changed = rows["reorderedint4"].changed
+    assert rows["reusenative"].changed is None
+    changed = rows["reuseint4"].changed
     assert changed is not None
     assert changed.value == 0.9
-    assert rows["reorderedint4"].divergence == (0.5, 0.5)
-    assert rows["reorderedint4"].difference is not None
+    assert rows["reuseint4"].divergence == (0.5, 0.5)
+    assert rows["reuseint4"].difference is not None
 
 
 def test_json_has_every_interval_and_no_nan() -> None:
@@ -237,6 +240,18 @@ def test_the_plot_has_a_point_per_policy_and_greys_what_is_not_scored(tmp_path: 
     assert blue > 0
     draw(summarise(records(*[answered(GOOD, "full"), answered(WORSE, "some")])), file, "full")
     assert "#aaaaaa" not in file.read_text(encoding="utf-8").lower()
+
+
+def test_the_plot_can_be_read_on_a_telephone_however_many_groups(tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    tasks = [answered(GOOD, "full", task=f"task {number}") for number in range(4)]
+    policies = [answered(WORSE, f"some policy of {number}", task="task 0") for number in range(5)]
+    draw(summarise(records(*tasks, *policies)), file, "full")
+    assert smallest_letters(file) >= LEAST
+    panel = r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="M ([\d.]+)'
+    lefts = re.findall(panel, file.read_text(encoding="utf-8"))
+    assert len(lefts) == 4
+    assert len(set(lefts)) == 1, "they stand in one line"
 
 
 def test_a_plot_as_png(tmp_path: Path) -> None:

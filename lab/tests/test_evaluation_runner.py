@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvcache_rag import (
-    Combination,
-    ContextTooLongError,
-    DiskStore,
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    Reuse,
-)
+from kvcache_rag import Combination, DiskStore, Engine, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag_lab.evaluation.runner import evaluate, make_cells
 from kvcache_rag_lab.evaluation.tasks import examples
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag_lab.scoring.ask import Record, Records
 
-POLICIES = {"full": FullRecompute(), "reordered": Reuse(), "composite": Reuse("composite")}
+POLICIES = {"full": FullRecompute(), "reuse": Reuse(), "composite": Reuse("composite")}
 CELLS = make_cells(POLICIES)
 
 
@@ -125,7 +118,7 @@ def test_costs_stand_beside_the_scores(ask: Callable[..., Records]) -> None:
     found = by_cell(ask())
     assert all(row.recomputed_tokens == row.chunk_tokens > 0 for row in found["full"])
     assert all(row.reused_tokens == 0 for row in found["full"])
-    for row, full in zip(found["reordered"], found["full"], strict=True):
+    for row, full in zip(found["reuse"], found["full"], strict=True):
         assert row.reused_tokens == row.chunk_tokens == full.chunk_tokens
         assert row.recomputed_tokens == 0
 
@@ -150,14 +143,14 @@ def test_nothing_is_prefilled_while_the_clock_runs(
         return answer
 
     monkeypatch.setattr(Engine, "generate", noted)
-    policies = {"reordered": Reuse(), "together": Combination()}
+    policies = {"reuse": Reuse(), "together": Combination()}
     ask(cells=make_cells(policies), tasks=(Reading(documents=2),), seed=3, timed=8)
     ask(cells=make_cells(policies, codecs=("int8",)), seed=4, timed=8)
     assert misses == {repr(policy): 0 for policy in policies.values()}
 
 
 def test_questions_over_the_same_documents_are_one_cluster(ask: Callable[..., Records]) -> None:
-    cells = make_cells({"reordered": Reuse()}, ks=(1, None))
+    cells = make_cells({"reuse": Reuse()}, ks=(1, None))
     rows = ask(cells=cells, n=12).rows
     of_question: dict[str, set[str]] = {}
     for row in rows:
@@ -296,8 +289,8 @@ def test_times_and_divergences_that_a_file_lacks_are_added(
         ({"seed": 1}, "other questions of reading"),
         ({"tasks": (Reading(documents=4),)}, "other questions of reading"),
         (
-            {"cells": make_cells({"full": FullRecompute(), "reordered": Reuse("composite")})},
-            "policy reordered",
+            {"cells": make_cells({"full": FullRecompute(), "reuse": Reuse("composite")})},
+            "policy reuse",
         ),
     ],
 )
@@ -339,13 +332,13 @@ def test_a_file_of_something_else_is_refused(
 def test_codecs_go_through_files_and_are_compared_with_the_first(
     ask: Callable[..., Records],
 ) -> None:
-    policies = {"full": FullRecompute(), "reordered": Reuse()}
+    policies = {"full": FullRecompute(), "reuse": Reuse()}
     cells = make_cells(policies, codecs=("native", "int8", "int4"))
     assert [(cell.label, cell.codec) for cell in cells] == [
         ("full", "native"),
-        ("reordered", "native"),
-        ("reordered", "int8"),
-        ("reordered", "int4"),
+        ("reuse", "native"),
+        ("reuse", "int8"),
+        ("reuse", "int4"),
     ]
     records = ask(cells=cells, divergence=True, batch=4)
     means: dict[tuple[str, str], float] = {}
@@ -356,7 +349,7 @@ def test_codecs_go_through_files_and_are_compared_with_the_first(
         if cell.label != "full":
             assert all(row.reused_tokens == row.chunk_tokens for row in rows), "from files"
     assert means["full", "native"] == -1
-    assert 0 < 5 * means["reordered", "int8"] < means["reordered", "int4"] < 0.5
+    assert 0 < 5 * means["reuse", "int8"] < means["reuse", "int4"] < 0.5
 
 
 def test_a_question_that_does_not_fit_says_which_task(
@@ -401,13 +394,13 @@ def test_a_verdict_and_an_evaluation_say_the_same_of_the_same_questions(
     task = Reading()
     found = by_cell(ask(divergence=True))
     check = Verification(task.questions(8), task.score, "right", "x", max_new_tokens=16)
-    verdict = check.verdict(engine, [POLICIES["reordered"], POLICIES["composite"]])
+    verdict = check.verdict(engine, [POLICIES["reuse"], POLICIES["composite"]])
     scored = dict(zip(POLICIES, (verdict.full, *verdict.policies), strict=True))
     for label, row in scored.items():
         assert row.score == statistics.fmean(one.scores["right"] for one in found[label])
         pairs = zip(found[label], found["full"], strict=True)
         assert row.agreement == Share.of(one.answer == full.answer for one, full in pairs).value
-    for label in ("reordered", "composite"):
+    for label in ("reuse", "composite"):
         divergences = [one.divergence or 0.0 for one in found[label]]
         # Rounded to bfloat16 on the way, in a batch and alone.
         expected = pytest.approx(statistics.fmean(divergences), rel=0.2, abs=1e-6)

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse, UnsupportedModelError
+from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.cli import main
+from kvcache_rag.errors import MissingExtraError, UnsupportedModelError
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, ReaderData, Report, finetune
 from kvcache_rag_lab.finetune.loop import Trainer

@@ -18,15 +18,9 @@ from test_finetune_learner import (
 )
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import (
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    MemoryStore,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.cli import main
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss
 from kvcache_rag_lab.finetune.sources import Encoded, QAPair, QASample, TargetSpan

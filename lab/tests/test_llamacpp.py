@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import llama_smollm2 as llama
 import pytest
 
-from kvcache_rag import Engine, Verdict
 from kvcache_rag.cli import main
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
+from kvcache_rag.verdict import Verdict
 from kvcache_rag_lab.commands.verify import OF_LLAMA
 from kvcache_rag_lab.evaluation.verification import check_numerics
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvcache_rag import Engine
 
 llama.needed()
 
@@ -66,16 +68,8 @@ def test_verify_compares_what_llama_cpp_does(
 def test_eval_asks_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", llama.NAME, "--backend", "llama.cpp", "--adapter", "none"]
     words += ["--task", "reader_single", "--questions", "1", "--documents", "2", "--facts", "2"]
-    words += [
-        "--policies",
-        "full",
-        "reordered",
-        "--timed",
-        "0",
-        "--report",
-        str(tmp_path / "e.json"),
-    ]
+    words += ["--policies", "full", "reuse", "--timed", "0", "--report", str(tmp_path / "e.json")]
     assert main(words) == 0
-    assert "reordered" in capsys.readouterr().out
+    assert "reuse" in capsys.readouterr().out
     assert main([*words[:2], "tiny", *words[3:]]) == 2
     assert "runs GGUF files, and 'tiny' is none" in capsys.readouterr().err

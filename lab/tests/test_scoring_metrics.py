@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag_lab.scoring import metrics
 from kvcache_rag_lab.scoring.metrics import (
     any_reference,

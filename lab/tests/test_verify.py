@@ -18,15 +18,14 @@ from kvcache_rag import (
     DiskStore,
     Engine,
     FullRecompute,
-    Gate,
-    Int4,
     InvalidInputError,
     LegoLink,
     PromptTemplate,
     Reuse,
 )
+from kvcache_rag.codecs import Int4
 from kvcache_rag.models.cache import CACHE_NAME
-from kvcache_rag.verdict import PolicyScore
+from kvcache_rag.verdict import Gate, PolicyScore
 from kvcache_rag_lab.evaluation.verification import (
     Outcome,
     Verification,

@@ -16,16 +16,10 @@ import pytest
 import torch
 from serve_fakes import running, settings, tiny_backend
 
-from kvcache_rag import (
-    Engine,
-    FingerprintMismatchError,
-    InvalidInputError,
-    Reuse,
-    Verdict,
-    cli,
-)
+from kvcache_rag import Engine, InvalidInputError, Reuse, cli
+from kvcache_rag.errors import FingerprintMismatchError
 from kvcache_rag.models.rotation import Move
-from kvcache_rag.verdict import PolicyScore
+from kvcache_rag.verdict import PolicyScore, Verdict
 from kvcache_rag_lab.commands import verify
 from kvcache_rag_lab.commands.verify import lines
 from kvcache_rag_lab.evaluation import verification
@@ -66,7 +60,7 @@ def test_a_file_of_questions_becomes_a_verdict_that_opens_the_gate(
 ) -> None:
     file = write(tmp_path / "mine.jsonl", reader_rows(3))
     out = tmp_path / "verdict.json"
-    policies = ("reordered", "legolink:2", "ape:0.3,0.3")
+    policies = ("reuse", "legolink:2", "ape:0.3,0.3")
     options = ("--policies", *policies, "--out", out, "--keep", "0.6", "--max-new-tokens", "12")
     assert run("tiny", "--data", file, *options) == 0
     printed = capsys.readouterr().out
@@ -125,12 +119,13 @@ def test_without_questions_it_says_so_before_anything_is_loaded() -> None:
 def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvcache_rag import DiskStore, Int8
+    from kvcache_rag import DiskStore
+    from kvcache_rag.codecs import Int8
 
     file = write(tmp_path / "mine.jsonl", reader_rows(1, answers=False))
     out = tmp_path / "verdict.json"
     changes = ("--system-prompt", "Say something else.\n", "--kv-codec", "int8")
-    limits = ("--max-new-tokens", "4", "--questions", "2", "--policies", "reordered", "--out", out)
+    limits = ("--max-new-tokens", "4", "--questions", "2", "--policies", "reuse", "--out", out)
     assert run("tiny", "--data", file, *changes, *limits) == 0
     verdict = Verdict.load(out)
     assert (verdict.questions, verdict.measure) == (2, "agreement_f1")
@@ -153,7 +148,7 @@ def test_the_reader_and_an_auxiliary_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "verdict.json"
-    options = ("--questions", "5", "--policies", "reordered", "--auxiliary", "tiny", "--out", out)
+    options = ("--questions", "5", "--policies", "reuse", "--auxiliary", "tiny", "--out", out)
     assert run("tiny", "--task", "reader", *options) == 0
     printed = capsys.readouterr().out
     verdict = Verdict.load(out)
@@ -194,7 +189,7 @@ def test_broken_numerics_are_a_failure(
     monkeypatch.setattr(Move, "bring", lambda _, place, chunk: place.copy_from(chunk))
     file = write(tmp_path / "mine.jsonl", reader_rows(1))
     out = tmp_path / "verdict.json"
-    options = ("--questions", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)
+    options = ("--questions", "2", "--policies", "reuse", "--max-new-tokens", "4", "--out", out)
     assert run("tiny", "--data", file, *options) == 1
     printed = capsys.readouterr().out
     assert "DIFFERENT cached chunks (reordered)" in printed
@@ -348,7 +343,7 @@ def test_a_weak_reader_from_the_command_line(
         for index, row in enumerate(reader_rows(2))
     ]
     out = tmp_path / "v.json"
-    options = ("--policies", "reordered", "--max-new-tokens", "6", "--out", out)
+    options = ("--policies", "reuse", "--max-new-tokens", "6", "--out", out)
     assert run("tiny", "--data", write(tmp_path / "q.jsonl", rows), *options) == 0
     printed = capsys.readouterr().out
     assert printed.count("scores too low itself") == 1
@@ -482,7 +477,7 @@ def test_full_prefill_that_scores_nothing_is_called_so(
 ) -> None:
     file = write(tmp_path / "mine.jsonl", [{**GOOD, "answers": ["no such thing"]}])
     out = tmp_path / "v.json"
-    assert run("tiny", "--data", file, "--policies", "reordered", "--out", out) == 0
+    assert run("tiny", "--data", file, "--policies", "reuse", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "Recommended: FullRecompute(), because it scores nothing itself" in printed
     assert "keeps - %" not in printed

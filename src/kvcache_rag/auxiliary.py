@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.engine import Engine
-from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError, NamedArguments
 from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.context import PromptBuffer
 from kvcache_rag.models.adapters import NO_ADAPTER
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.prompt.tokens import Offsets
     from kvcache_rag.stores import ChunkStore
+
+__all__ = ["Auxiliary"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class _Piece:
     planned: ContextChunk
 
 
-class Auxiliary:
+class Auxiliary(NamedArguments):
     """Scores the characters of chunks by the attention of a small model (a `policies.base.Scorer`).
 
     It may have any tokenizer, template and store of its own.  Chunks that it does not hold are

@@ -16,8 +16,11 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     FingerprintMismatchError,
     InvalidInputError,
+    NamedArguments,
+    arguments_of,
     check_name,
     check_settings,
+    refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
 from kvcache_rag.generation.answer import Answerer, Asked
@@ -25,6 +28,7 @@ from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
+from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows
 from kvcache_rag.generation.request import (
     ChunkInput,
     OtherLengthsError,
@@ -43,6 +47,7 @@ from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.default import default_policy, reuse_warning
+from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.scores import ranking
@@ -57,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
-    from typing_extensions import Self
+    from typing_extensions import Never, Self, Unpack
 
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.explain import Explained
@@ -69,7 +74,7 @@ if TYPE_CHECKING:
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
 
-class Engine:
+class Engine(NamedArguments):
     """Answers questions over chunks whose keys and values were prefilled once.
 
     Calls may come from any thread; the model works on one at a time, also for several engines.
@@ -94,7 +99,7 @@ class Engine:
         store: ChunkStore | None = None,
         combinations: ChunkStore | None = None,
         template: PromptTemplate | None = None,
-        policy: ReusePolicy | None = None,
+        policy: ReusePolicy | str | None = None,
         namespace: str = "",
         context_window: int | None = None,
         packed_attention: bool = True,
@@ -113,11 +118,11 @@ class Engine:
                 GiB of memory, `MemoryStore(0)` for nowhere.  A store of their own, with a limit of
                 its own, lets them never push out single chunks.
             template: None for the default instruction.
-            policy: None for what the model was trained for: `Reuse()` if it, or its adapter, says
-                that it was fine-tuned for blocks, else `BestLast()`; chunks of a model that cannot
-                stitch them (`refusal`) are then answered by full prefill, with one warning.
-                `LegoLink` cuts the chunks of a model with recurrent layers, which others do not
-                find then.
+            policy: What is reused, or the name of that, such as "cacheblend:0.2"; None for what the
+                model was trained for: `Reuse()` if it, or its adapter, says that it was fine-tuned
+                for blocks, else `BestLast()`; chunks of a model that cannot stitch them (`refusal`)
+                are then answered by full prefill, with one warning.  `LegoLink` cuts the chunks of
+                a model with recurrent layers, which others do not find then.
             namespace: Tenant.
             context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
@@ -146,12 +151,13 @@ class Engine:
         )
         self.template = template or PromptTemplate()
         self._trained = trained_for_blocks(model)
-        self.policy: ReusePolicy = policy or default_policy(trained=self._trained)
+        chosen = given_policy(policy)
+        self.policy: ReusePolicy = chosen or default_policy(trained=self._trained)
         self._adapter.keep_heads(self.policy.head)
         self._refusal = self._adapter.why_refused
         # Nobody insists on the default: it follows the adapters, and a refused model answers by
         # full prefill instead.
-        self._default = self.policy if policy is None else None
+        self._default = self.policy if chosen is None else None
         self._yielding = self._default if self._refusal else None
         self._warned: set[str] = set()
         self._compares = False  # see `unwarned`
@@ -213,7 +219,15 @@ class Engine:
         adapter: str | os.PathLike[str] | None = None,
         weight_format: WeightFormat = "auto",
         backend: Backend = "transformers",
-        **options: Any,
+        combinations: ChunkStore | None = None,
+        policy: ReusePolicy | str | None = None,
+        namespace: str = "",
+        context_window: int | None = None,
+        packed_attention: bool = True,
+        auxiliary: Scorer | None = None,
+        gate: Gate | Verdict | str | os.PathLike[str] | None = None,
+        rotation: RotationMode = "auto",
+        **unknown: Never,
     ) -> Engine:
         """Load a model and make an engine for it.
 
@@ -230,12 +244,24 @@ class Engine:
             adapter: As `EngineSettings`.
             weight_format: As `EngineSettings`.
             backend: As `EngineSettings`.
-            options: Further arguments of `Engine`.
+            combinations: As `Engine`; so are the others behind it.
+            policy: What is reused.
+            namespace: Tenant.
+            context_window: Longest prompt plus answer.
+            packed_attention: Whether stock attention is replaced.
+            auxiliary: Scores chunks.
+            gate: Lets policies through.
+            rotation: When keys are rotated.
+            unknown: None there are.
 
         Raises:
-            InvalidInputError: If the model cannot be loaded.
+            InvalidInputError: If the model cannot be loaded, or an argument is unknown.
         """
-        check_store("store", store)  # before the model is loaded
+        # Before the model is loaded.
+        known = arguments_of(cls.from_pretrained)
+        refuse_unknown(unknown, known, f"argument of {cls.__name__}.from_pretrained")
+        check_store("store", store)
+        chosen = given_policy(policy)
         further = {**(model_kwargs or {}), **({"gguf_file": gguf_file} if gguf_file else {})}
         model, tokenizer, brought = load(
             name,
@@ -247,7 +273,20 @@ class Engine:
             weight_format=weight_format,
             backend=backend,
         )
-        return cls(model, tokenizer, store=store, template=template or brought, **options)
+        return cls(
+            model,
+            tokenizer,
+            store=store,
+            combinations=combinations,
+            template=template or brought,
+            policy=chosen,
+            namespace=namespace,
+            context_window=context_window,
+            packed_attention=packed_attention,
+            auxiliary=auxiliary,
+            gate=gate,
+            rotation=rotation,
+        )
 
     def _loader(
         self, store: ChunkStore, combinations: ContextLoader | None
@@ -441,7 +480,7 @@ class Engine:
     def needed(
         self,
         chunks: Sequence[ChunkInput],
-        policy: ReusePolicy,
+        policy: ReusePolicy | str,
         scores: Sequence[float] | None = None,
     ) -> list[ChunkKey]:
         """Addresses of what an answer over `chunks` will load; nothing is prefilled.
@@ -459,6 +498,7 @@ class Engine:
             InvalidInputError: If a chunk cannot be used.
             ContextTooLongError: If one does not fit the context window.
         """
+        policy = given_policy(policy) or self.policy
         _ = self._capturing
         self._follow()
         yields = policy is self._yielding and len(chunks) > 1
@@ -687,30 +727,18 @@ class Engine:
         """Ids of a text of users or documents by itself, to count or to cut it."""
         return self._reader.brought_ids(text)
 
-    def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
+    @shows(AnswerOptions)
+    def generate(
+        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
+    ) -> Answer:
         """Answer a question over chunks.
 
         Args:
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order,
                 unless the policy has another.
-            options: Of these, and further arguments of transformers' `generate()`; greedy unless
-                `do_sample=True`.
-
-                - `policy` (`ReusePolicy`): what to reuse; without one the engine's.
-                - `max_new_tokens` (int, 128): of the answer.
-                - `stop` (sequence of str): strings before which the answer ends.
-                - `history` (sequence of `Message`): earlier turns, oldest first; they stand behind
-                  the chunks.
-                - `overflow` ("error"): when the chunks do not fit, "drop_lowest" leaves out the
-                  last ones, and "refine" answers in several rounds.
-                - `scores` (sequence of float): of each chunk, higher is better, for "drop_lowest"
-                  and for a policy that asks which is best, where they do not stand best first.
-                - `tools`, `chat_template_kwargs`: what the chat template describes, and values of
-                  its variables.
-                - `skip_special_tokens` (True): off, the text has its control tokens.
-                - `emit`: called with each piece of text as it comes.
-                - `cancelled` (`threading.Event`): once set, it stops generation.
+            options: As `AnswerOptions` has them, and further arguments of transformers'
+                `generate()`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
@@ -730,26 +758,30 @@ class Engine:
                 request = self._asked(question, by_text(chunks), options)
                 return self._answered(request, emit, cancelled)
 
+    @shows(AnswerOptions)
     def stream(
-        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
+        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        options = {**options, "streaming": True}
+        given = {**options, "streaming": True}
         changes = self._follow()
-        request = self._asked(question, chunks, options)
+        request = self._asked(question, chunks, given)
 
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
             with self._turn(changes) as is_changed:
-                now = self._asked(question, chunks, options) if is_changed else request
+                now = self._asked(question, chunks, given) if is_changed else request
                 try:
                     return self._answered(now, emit, cancelled)
                 except OtherLengthsError:
-                    now = self._asked(question, by_text(chunks), options)
+                    now = self._asked(question, by_text(chunks), given)
                     return self._answered(now, emit, cancelled)
 
         return AnswerStream(run)
 
-    def generate_batch(self, questions: Sequence[Asked], **options: Any) -> list[Answer]:
+    @shows(AnswerOptions)
+    def generate_batch(
+        self, questions: Sequence[Asked], **options: Unpack[AnswerOptions]
+    ) -> list[Answer]:
         """Answer several questions in one padded batch; equals the single answers.
 
         Args:
@@ -786,13 +818,14 @@ class Engine:
         full = next((one.policy for one in requests if one.policy.is_full), None)
         return [replace(one, policy=full or one.policy) for one in requests]
 
-    def complete(self, prompt: str, **options: Any) -> Answer:
+    @shows(CompletionOptions)
+    def complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> Answer:
         """Continue a text as it is, without template and chunks.
 
         Args:
             prompt: Not empty; the beginning-of-sequence token is added unless it is there.
-            options: `max_new_tokens`, `stop`, `emit`, `cancelled` (as for `generate`) and further
-                arguments of transformers' `generate()`.
+            options: As `CompletionOptions` has them, and further arguments of transformers'
+                `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
         changes = self._follow()
@@ -802,36 +835,43 @@ class Engine:
                 request = self._planner.completion(prompt, **options)
             return self._answered(request, emit, cancelled)
 
-    def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
+    @shows(CompletionOptions)
+    def stream_complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
-        options = {**options, "streaming": True}
+        given: dict[str, Any] = {**options, "streaming": True}
         changes = self._follow()
-        request = self._planner.completion(prompt, **options)
+        request = self._planner.completion(prompt, **given)
 
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
             with self._turn(changes) as is_changed:
-                now = self._planner.completion(prompt, **options) if is_changed else request
+                now = self._planner.completion(prompt, **given) if is_changed else request
                 return self._answered(now, emit, cancelled)
 
         return AnswerStream(run)
 
+    @shows(AnswerOptions)
     async def agenerate(
-        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
+        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
     ) -> Answer:
         """`generate` in a thread; cancelling it stops generation at the next token."""
         return await cancellable(self.generate, question, chunks, **options)
 
+    @shows(AnswerOptions)
     def astream(
-        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
+        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
     ) -> AsyncAnswerStream:
         """`stream` as an async iterator."""
         return AsyncAnswerStream(lambda: self.stream(question, chunks, **options))
 
-    async def acomplete(self, prompt: str, **options: Any) -> Answer:
+    @shows(CompletionOptions)
+    async def acomplete(self, prompt: str, **options: Unpack[CompletionOptions]) -> Answer:
         """`complete` in a thread; cancelling it stops generation at the next token."""
         return await cancellable(self.complete, prompt, **options)
 
-    def astream_complete(self, prompt: str, **options: Any) -> AsyncAnswerStream:
+    @shows(CompletionOptions)
+    def astream_complete(
+        self, prompt: str, **options: Unpack[CompletionOptions]
+    ) -> AsyncAnswerStream:
         """`stream_complete` as an async iterator."""
         return AsyncAnswerStream(lambda: self.stream_complete(prompt, **options))
 
@@ -840,7 +880,7 @@ class Engine:
         question: str,
         chunks: Sequence[ChunkInput] = (),
         *,
-        policy: ReusePolicy | None = None,
+        policy: ReusePolicy | str | None = None,
         history: Sequence[Message | Mapping[str, str]] = (),
         scores: Sequence[float] | None = None,
     ) -> Explained:
@@ -854,7 +894,7 @@ class Engine:
         Args:
             question: Not empty.
             chunks: As for `generate`.
-            policy: What to reuse; None for the engine's own.
+            policy: What to reuse, or the name of that; None for the engine's own.
             history: Earlier turns, oldest first.
             scores: As for `generate`.
 
@@ -868,7 +908,7 @@ class Engine:
         asked = self._planner.request(
             question,
             chunks,
-            policy=policy or self.policy,
+            policy=given_policy(policy) or self.policy,
             history=history,
             max_new_tokens=FEWEST_NEW,
             scores=scores,
@@ -886,7 +926,7 @@ class Engine:
         question: str,
         chunks: Sequence[ChunkInput] = (),
         *,
-        policy: ReusePolicy | None = None,
+        policy: ReusePolicy | str | None = None,
         answer_ids: Sequence[int] = (),
     ) -> Tensor:
         """Logits of the query's tokens over the stitched context, for checks.
@@ -894,7 +934,7 @@ class Engine:
         Args:
             question: Not empty.
             chunks: As for `generate`.
-            policy: What to reuse.
+            policy: As for `explain`.
             answer_ids: Tokens of an answer, read behind the query as part of it.
 
         Returns:
@@ -922,7 +962,7 @@ class Engine:
     def _request(
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
-        options = {**options, "policy": options.get("policy") or self.policy}
+        options = {**options, "policy": given_policy(options.get("policy")) or self.policy}
         request = self._planner.request(question, chunks, **options)
         is_plain = self._gate is None and not request.policy.joint and self._yielding is None
         return request if is_plain else self._admitted(request)[1]

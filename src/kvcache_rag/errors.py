@@ -28,6 +28,21 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from typing_extensions import Self
+
+__all__ = [
+    "ChunkNotFoundError",
+    "ContextTooLongError",
+    "CorruptChunkError",
+    "FingerprintMismatchError",
+    "InvalidInputError",
+    "KVCacheRagError",
+    "MissingExtraError",
+    "RemoteServerError",
+    "UnsupportedModelError",
+    "UntrustedChunkError",
+]
+
 
 class KVCacheRagError(Exception):
     """Root of every error that this package raises on purpose."""
@@ -240,6 +255,47 @@ def refuse_unknown(
             close, said = close_to(name, known), (elsewhere or {}).get(name)
             hint = f"did you mean {close}?" if close else "leave it out"
             raise InvalidInputError(f"{name} is no {what}; {f'say it by {said}' if said else hint}")
+
+
+def arguments_of(*takers: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of functions, methods or classes, as far as these declare them."""
+    from inspect import Parameter, signature
+
+    rest = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    listed = (one for taker in takers for one in signature(taker).parameters.values())
+    return frozenset(one.name for one in listed if one.kind not in rest)
+
+
+class NamedArguments:
+    """Whose constructor refuses a keyword that it does not have, by the one that was meant.
+
+    A subclass whose own constructor takes any keyword refuses what it does not know itself.
+    """
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """As every class is made; `__init__` gets the arguments.
+
+        Raises:
+            InvalidInputError: If one is unknown.
+        """
+        if options:
+            kind: type = cls
+            known = _arguments(kind)
+            refuse_unknown(options, known or options, f"argument of {cls.__name__}")
+        return super().__new__(cls)
+
+
+@cache
+def _arguments(kind: type) -> frozenset[str]:
+    """Names that a constructor knows; none where it takes any."""
+    from inspect import Parameter, signature
+
+    fields = getattr(kind, "model_fields", None)  # of pydantic, which takes what it does not know
+    if fields is not None:
+        return frozenset(fields)
+    listed = signature(kind.__init__).parameters.values()  # type: ignore[misc]  # of this very class
+    is_open = any(one.kind is Parameter.VAR_KEYWORD for one in listed)
+    return frozenset() if is_open else arguments_of(kind.__init__)  # type: ignore[misc]  # as above
 
 
 def first_problem(problems: Iterable[Mapping[str, Any]]) -> InvalidInputError:

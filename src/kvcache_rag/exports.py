@@ -16,14 +16,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, moved: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package, by its imports under `TYPE_CHECKING`.
 
     `__all__` is one of the names that `__getattr__` knows: all of them, sorted.  What they import
     as another name, or without `as`, is not public.
+
+    Args:
+        package: Its name.
+        moved: Names that were there before, by the module below it that has them now; who asks for
+            one is told.
     """
 
     def get(name: str) -> Any:
@@ -31,6 +38,13 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name == "__all__":
             return sorted(modules)
         if name not in modules:
+            home = next(
+                (home for home, names in (moved or {}).items() if name in names.split()), ""
+            )
+            if home:  # of an AttributeError `from ... import` would keep the name alone
+                raise ImportError(
+                    f"{name} has moved: write `from {package}.{home} import {name}`", name=package
+                )
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(modules[name]), name)
 

@@ -11,6 +11,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcache_rag.errors import NamedArguments
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -72,7 +74,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
-class Reopened:
+class Reopened(NamedArguments):
     """Pickled as the arguments that it was opened with.
 
     Locks, threads and connections cannot be sent, and what is kept in memory alone stays where it
@@ -82,7 +84,7 @@ class Reopened:
     _opened: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        self = super().__new__(cls)
+        self = super().__new__(cls, *arguments, **options)
         self._opened = arguments, options
         return self
 

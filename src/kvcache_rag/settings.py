@@ -33,6 +33,7 @@ from kvcache_rag.errors import (
     first_problem,
     refuse_unknown,
 )
+from kvcache_rag.prompt.named import NAMED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 if TYPE_CHECKING:
@@ -68,16 +69,24 @@ def _template(value: Any) -> Any:
 
 
 def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
-    """The template of a `prompt_template.json`, by its path or its folder.
+    """The template of a `prompt_template.json`, by its path or its folder; or a named one.
+
+    Args:
+        place: As a text that is a name of `NAMED`, that template; a `Path` is none.
 
     Raises:
         InvalidInputError: If there is none, or it cannot be used.
     """
+    if isinstance(place, str) and place in NAMED:
+        return NAMED[place]
     path = Path(expanded(place))
     folder = path.parent if path.name == FILE_NAME else path
     template = PromptTemplate.load(folder)
     if template is None:
-        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check template")
+        raise InvalidInputError(
+            f"there is no {FILE_NAME} in {folder}; check template, a folder or one of the names "
+            f"{', '.join(NAMED)}"
+        )
     return template
 
 
@@ -173,8 +182,8 @@ class EngineOptions(BaseModel):
     template: Annotated[InstanceOf[PromptTemplate], BeforeValidator(_template)] | None = Field(
         default=None, exclude=True
     )
-    """How prompts are written, or the folder of a prompt_template.json; without it the one the
-    model brings, else the default."""
+    """How prompts are written: block-attention (docs/models.md), or the folder of a
+    prompt_template.json; without it the one the model brings, else the default."""
     gate: PathText | None = None
     """File that `kvcache-rag verify` wrote: a policy that is not good enough on this model is
     replaced by full prefill, with the reason in the metrics."""

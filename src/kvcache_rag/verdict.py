@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError, expanded
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError, NamedArguments, expanded
 from kvcache_rag.progress import plural
+
+__all__ = ["Gate", "Verdict"]
 
 VERSION: Final = 1
 
@@ -443,7 +445,7 @@ def _verdict(values: dict[str, Any]) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(NamedArguments):
     """When an engine lets a policy answer.
 
     Attributes:

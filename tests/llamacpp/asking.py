@@ -22,8 +22,8 @@ from kvcache_rag import (
     MemoryStore,
     PromptTemplate,
     Reuse,
-    ReusePolicy,
 )
+from kvcache_rag.policies import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -38,7 +38,7 @@ class Own:
         dtype: str = "float32",
         flash: bool = False,
         cells: int = 2048,
-        micro_batch: int = 512,
+        micro_batch: int = 128,
     ) -> None:
         lib.llama_log_set(_SILENT, None)
         lib.llama_backend_init()

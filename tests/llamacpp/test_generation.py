@@ -23,7 +23,6 @@ from kvcache_rag import (
     InvalidInputError,
     LegoLink,
     Reuse,
-    ReusePolicy,
 )
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models.decode import Decoded, decode
@@ -31,6 +30,8 @@ from kvcache_rag.models.drafts import Drafts
 
 if TYPE_CHECKING:
     from llamacpp.conftest import Files
+
+    from kvcache_rag.policies import ReusePolicy
 
 # Questions of other lengths, the same chunks and others, one, none.
 ASKED: list[tuple[str, list[str]]] = [

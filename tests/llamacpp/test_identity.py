@@ -10,7 +10,8 @@ from laws import QUESTION, TEXTS
 from llamacpp.asking import opened
 from llamacpp.ggufs import LENGTH
 
-from kvcache_rag import DiskStore, Engine, FingerprintMismatchError, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, PromptTemplate, Reuse
+from kvcache_rag.errors import FingerprintMismatchError
 from kvcache_rag.models.llamacpp import model as llamacpp
 
 if TYPE_CHECKING:

@@ -16,19 +16,17 @@ from llamacpp.own import caches
 
 from kvcache_rag import (
     CacheClip,
-    ChunkStore,
     Combination,
     DiskStore,
     Engine,
     FullRecompute,
-    Int4,
-    Int8,
     LegoLink,
     MemoryStore,
     Reuse,
-    StoredChunk,
     TieredStore,
 )
+from kvcache_rag.codecs import Int4, Int8
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.llamacpp.cells import FIRST
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamacpp.conftest import Decoder, Files
+
+    from kvcache_rag.stores import ChunkStore
 
 FAMILIES = ["llama", "cohere2", "phi3"]
 STORES: dict[str, Callable[[Path], ChunkStore]] = {

@@ -24,22 +24,15 @@ from llamacpp.asking import (
 from llamacpp.ggufs import FAMILIES, LENGTH, WINDOW
 from torch import Tensor
 
-from kvcache_rag import (
-    BestLast,
-    CacheClip,
-    Combination,
-    Engine,
-    FullRecompute,
-    LegoLink,
-    Reuse,
-    ReusePolicy,
-)
+from kvcache_rag import BestLast, CacheClip, Combination, Engine, FullRecompute, LegoLink, Reuse
 from kvcache_rag.generation import cells
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llamacpp.conftest import Decoder, Files
+
+    from kvcache_rag.policies import ReusePolicy
 
 
 CHOOSING: dict[str, ReusePolicy] = {

@@ -22,17 +22,15 @@ from kvcache_rag import (
     BestLast,
     CacheBlend,
     CacheClip,
-    ContextTooLongError,
     Engine,
     FullRecompute,
     InvalidInputError,
     KVCacheRagError,
     LegoLink,
-    MissingExtraError,
     ProphetKV,
     Reuse,
-    UnsupportedModelError,
 )
+from kvcache_rag.errors import ContextTooLongError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.models.llamacpp import binding
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from kvcache_rag.kv.chunk import ChunkKV
 if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
 
-    from kvcache_rag import ChunkKey
+    from kvcache_rag.kv import ChunkKey
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])

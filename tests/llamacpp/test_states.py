@@ -14,7 +14,8 @@ from llamacpp.asking import ids_of, opened
 from llamacpp.ggufs import FAMILIES, WINDOW
 from llamacpp.own import TYPES
 
-from kvcache_rag import FullRecompute, LegoLink, Reuse, UnsupportedModelError
+from kvcache_rag import FullRecompute, LegoLink, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.llamacpp.binding import LlamaCpp, LlamaCppError
 from kvcache_rag.models.llamacpp.state import MAGIC, StateForm, form_of
 from kvcache_rag.models.rotation import Move

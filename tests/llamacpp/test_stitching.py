@@ -22,15 +22,8 @@ from laws import QUESTION, TEXTS, error
 from llamacpp.asking import ids_of, opened, parts, rounding, without_prefix
 from llamacpp.ggufs import FAMILIES, LENGTH, ORIGINAL
 
-from kvcache_rag import (
-    ContextTooLongError,
-    DiskStore,
-    Engine,
-    FullRecompute,
-    MemoryStore,
-    PromptTemplate,
-    Reuse,
-)
+from kvcache_rag import DiskStore, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.models.rotation import Move

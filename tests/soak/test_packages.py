@@ -10,35 +10,15 @@ import re
 import shutil
 import subprocess
 import tarfile
-import zipfile
-from email.parser import Parser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcache_rag import __version__
 from tools import dists
 
-if TYPE_CHECKING:
-    from email.message import Message
-
 pytest.importorskip("build", reason="what builds sdists and wheels is not installed")
 
-# Packages whose names are public, by dist; the last of them is typed.
-PUBLIC = {
-    "kvcache-rag": [
-        *("codecs", "integration", "policies", "stores"),
-        "",
-    ],
-    "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
-    "kvcache-rag-server": ["kvcache_rag_server.auth", "kvcache_rag_server.remote"],
-    "kvcache-rag-smollm2": [],
-    "langchain-kvcache-rag": ["langchain_kvcache_rag"],
-    "llama-index-kvcache-rag": ["llama_index.kvcache_rag"],
-    "vllm-kvcache-rag": ["vllm_kvcache_rag"],
-}
-PUBLIC["kvcache-rag"] = [f"kvcache_rag.{name}".rstrip(".") for name in PUBLIC["kvcache-rag"]]
 # Tests of each sdist that take no more than a second or two.
 QUICK = {
     "kvcache-rag": ["tests/test_chunk.py"],
@@ -50,29 +30,6 @@ QUICK = {
     "vllm-kvcache-rag": ["tests/test_settings.py"],
 }
 LINK = re.compile(r"\]\(([^)\s]+)|\b(?:src|srcset|href)=\"([^\"]+)")
-
-# Run where only wheels are: what a dist has, and whether it is that of the environment.
-LOOK = """
-import importlib, importlib.metadata, json, pkgutil, sys
-from pathlib import Path
-
-dist, packages = json.loads(sys.argv[1])
-for name in packages:
-    package = importlib.import_module(name)
-    assert Path(package.__file__).is_relative_to(sys.prefix), package.__file__
-    if name == "vllm_kvcache_rag":  # its public name needs vLLM, everything else of it does not
-        modules = {one.name for one in pkgutil.iter_modules(package.__path__)} - {"connector"}
-        assert modules and all(importlib.import_module(f"{name}.{one}") for one in modules)
-    else:
-        assert package.__all__ and all(hasattr(package, one) for one in package.__all__)
-if packages:
-    root = next(iter(Path(package.__file__).parents))
-    assert any((one / "py.typed").is_file() for one in (root, root.parent))
-for point in importlib.metadata.distribution(dist).entry_points:
-    point.load()
-ours = [one.name for one in importlib.metadata.distributions() if "kvcache-rag" in one.name]
-print(json.dumps(sorted(ours)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -86,33 +43,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def everything(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the wheels of all dists."""
-    return dists.environment(tmp_path_factory.mktemp("all") / "venv", built, *PUBLIC)
-
-
-def wheel(built: Path, name: str) -> zipfile.ZipFile:
-    (path,) = built.glob(f"{name.replace('-', '_')}-{__version__}-*.whl")
-    return zipfile.ZipFile(path)
-
-
-def metadata(built: Path, name: str) -> Message[str, str]:
-    with wheel(built, name) as file:
-        (path,) = (one for one in file.namelist() if one.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(file.read(path).decode())
+    return dists.environment(tmp_path_factory.mktemp("all") / "venv", built, *dists.PUBLIC)
 
 
 def test_every_dist_has_an_sdist_and_a_wheel(built: Path) -> None:
-    assert dists.PROJECTS.keys() == PUBLIC.keys()
+    assert dists.PROJECTS.keys() == dists.PUBLIC.keys()
     names = {path.name.partition("-")[0].replace("_", "-") for path in built.iterdir()}
-    assert names == PUBLIC.keys()
-    assert len(list(built.glob("*.tar.gz"))) == len(list(built.glob("*.whl"))) == len(PUBLIC)
+    assert names == dists.PUBLIC.keys()
+    assert len(list(built.glob("*.tar.gz"))) == len(list(built.glob("*.whl"))) == len(dists.PUBLIC)
     assert not list(built.glob("*-linux_*.whl")), "PyPI would refuse it"
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", dists.PUBLIC)
 def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
     python = dists.environment(tmp_path / "venv", built, name)
     done = subprocess.run(
-        [python, "-I", "-W", "ignore", "-c", LOOK, json.dumps([name, PUBLIC[name]])],
+        [python, "-I", "-W", "ignore", "-c", dists.LOOK, json.dumps([name, dists.PUBLIC[name]])],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -128,7 +74,7 @@ def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
 
 def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> None:
     """Pip would rather fail than put two versions together."""
-    pins = metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])
+    pins = dists.metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])
     assert f"kvcache-rag~={__version__}" in pins
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -138,14 +84,15 @@ def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> 
         dists.environment(tmp_path / "venv", alone, "langchain-kvcache-rag")
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", dists.PUBLIC)
 def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
-    found = metadata(built, name)
+    found = dists.metadata(built, name)
     assert found["Version"] == __version__
     urls = dict(one.split(", ", 1) for one in found.get_all("Project-URL", []))
     assert urls.keys() == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
     assert urls == dict(
-        one.split(", ", 1) for one in metadata(built, "kvcache-rag").get_all("Project-URL", [])
+        one.split(", ", 1)
+        for one in dists.metadata(built, "kvcache-rag").get_all("Project-URL", [])
     )
     kinds = found.get_all("Classifier", [])
     pythons = {one.rpartition(" ")[2] for one in kinds if re.search(r":: 3\.\d+$", one)}
@@ -165,7 +112,7 @@ def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
 
 
 def test_the_core_brings_its_kernels(built: Path) -> None:
-    with wheel(built, "kvcache-rag") as file:
+    with dists.wheel(built, "kvcache-rag") as file:
         names = set(file.namelist())
     sources = {name for name in names if name.endswith(".c")}
     assert len(sources) == 3
@@ -179,7 +126,7 @@ def test_the_core_brings_its_kernels(built: Path) -> None:
     assert not any(one.endswith(".so") for one in packed)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", dists.PUBLIC)
 def test_an_sdist_passes_its_tests(
     name: str, built: Path, everything: Path, tmp_path: Path
 ) -> None:

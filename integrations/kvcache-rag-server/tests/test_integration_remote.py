@@ -17,21 +17,17 @@ from serve_fakes import running, settings, tiny_backend
 from kvcache_rag import (
     BestLast,
     CacheBlend,
-    ContextTooLongError,
     Engine,
-    FingerprintMismatchError,
     FullRecompute,
     InvalidInputError,
     LegoLink,
     Message,
-    RemoteServerError,
     Reuse,
-    StoredChunk,
-    cancellable,
-    policy_by_name,
 )
+from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, RemoteServerError
+from kvcache_rag.generation import StoredChunk, cancellable
 from kvcache_rag.integration import ConversationForms, Reference, ToolChoice, remote_engine
-from kvcache_rag.policies import POLICY_NAMES
+from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.policies.named import name_of
 from kvcache_rag_lab.evaluation.tasks import own_score
 from kvcache_rag_lab.evaluation.verification import Verification

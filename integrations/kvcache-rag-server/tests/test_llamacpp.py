@@ -13,8 +13,9 @@ from contracts_backend import MAX_WAITING, BackendContract
 from serve_fakes import client, data_of
 from serve_works import Valve, answer_of, make_work
 
-from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse, policy_by_name
+from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse
 from kvcache_rag.cli import main
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import ServerSettings
@@ -72,7 +73,7 @@ class TestLlamaBackend(BackendContract):
 
     async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
         own = await backend.own_policy()
-        assert own.name == "reordered"
+        assert own.name == "reuse"
         assert {*own.warnings} == {"reuse", "composite"}  # it was not trained for blocks
 
 

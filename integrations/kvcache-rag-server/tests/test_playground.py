@@ -17,9 +17,9 @@ import httpx
 import pytest
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
-from kvcache_rag import Engine, InvalidInputError, LegoLink, cli, policy_by_name
+from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
 from kvcache_rag.generation.explain import TokenState
-from kvcache_rag.policies import POLICY_NAMES
+from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server import startup
 from kvcache_rag_server.app import build_app

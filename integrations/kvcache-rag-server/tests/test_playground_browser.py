@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,9 +15,19 @@ import browser
 import pytest
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink, MemoryStore, Reuse
+from kvcache_rag import (
+    BestLast,
+    CacheClip,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    LegoLink,
+    MemoryStore,
+    Reuse,
+)
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.backend import Finished, Piece, Started
@@ -192,6 +203,29 @@ def url(reader: LocalBackend) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------- asking
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_it_opens_with_two_bars_and_a_question(page: Page, url: str, size: tuple[int, int]) -> None:
+    page.size(size)
+    page.open(url)
+    lanes = [page.find(f"#{side}-lane") for side in ("full", "stitched")]
+    assert [lane.text for lane in lanes] == ["Full prefill\n\u2013", "Reuse\n\u2013"]
+    assert max(lane.rect["y"] + lane.rect["height"] for lane in lanes) < size[1], "at once"
+    assert page.find("#question").get_attribute("value")
+    page.ask()
+    page.ask()
+    shown = [lane.find_element(By.CSS_SELECTOR, ".length").rect["width"] for lane in lanes]
+    most = lanes[0].find_element(By.CSS_SELECTOR, ".track").rect["width"]
+    times = [in_seconds(page.text(f"#{side}-lane b")) for side in ("full", "stitched")]
+    for length, time in zip(shown, times, strict=True):
+        assert length == pytest.approx(most * time / max(times), rel=0.05, abs=2)
+
+
+def in_seconds(told: str) -> float:
+    """A time as the page writes it."""
+    number, unit = told.split()
+    return float(number) / {"ms": 1000, "s": 1}[unit]
+
+
 def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
     with tiny_backend() as backend, running(build_app(backend, settings())) as url:
         page.open(url)
@@ -203,7 +237,7 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
         page.ask()
         for side in ("full", "stitched"):
             assert page.text(f"#{side} [data-part=text]") == "Sarn"
-            assert re.fullmatch(r"[\d.]+ (ms|s)", page.text(f"#{side} [data-part=ttft]"))
+            assert re.fullmatch(r"[\d.]+ (ms|s)", page.text(f"#{side}-lane b"))
             figures = page.text(f"#{side} dl").splitlines()
             assert re.fullmatch(r"[\d.]+ (ms|s)", figures[1]), "as the page saw it"
             assert re.fullmatch(r"[\d.]+", figures[3]), "tokens a second"
@@ -256,7 +290,7 @@ def test_the_dial_is_live(page: Page, url: str) -> None:
     assert half == chunks // 2
     page.dial("cacheblend", 10)
     assert 0 < page.count("recomputed") < half / 4
-    assert page.text("#stitched .mode") == "CacheBlend 10 %"
+    assert page.text("#stitched-title") == "CacheBlend 10 %"
     page.dial("full")
     assert page.count("computed") == len(page.all("#spans .token"))
     assert page.text("#prompt-note") == "Full prefill: everything is computed."
@@ -279,8 +313,65 @@ def test_where_answers_differ_is_said_and_marked(page: Page, url: str) -> None:
     line = marks["full"][0].value_of_css_property("text-decoration-line")
     assert line == "underline", "not by colour alone"
     page.dial("legolink", 12)
-    assert page.text("#agreement") == "Both answers have the same words."
+    assert page.text("#agreement") == "Same answer."
     assert not page.all("mark")
+
+
+def test_an_answer_that_was_cut_says_so(page: Page) -> None:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        yield Started(0.0)
+        told = answer("one two", policy=repr(work.policy), hits={"memory": 1}, ttft=1.0)
+        reason: Any = "length" if name_of(work) == "full" else "stop"
+        yield Finished(replace(told, finish_reason=reason))
+
+    backend = Scripted(script)
+    backend.explain = explained  # as if it knew the model
+    with running(build_app(backend, settings())) as url, left(page):
+        page.open(url)
+        page.ask()
+        cut = "Cut after 7 tokens; the model had more to say."
+        assert page.text("#full [data-part=cut]") == cut
+        assert not page.find("#stitched [data-part=cut]").is_displayed()
+        assert page.text("#agreement") == "Same answer."
+
+
+def test_a_heading_is_of_the_policy_that_answered(page: Page) -> None:
+    """Whatever the dial says meanwhile, and where another policy answered than was asked."""
+    answers = {"LegoLink": FullRecompute()}
+
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        policy = answers.get(type(work.policy).__name__, work.policy)
+        yield Started(0.0)
+        yield Finished(answer(policy=repr(policy), hits={"memory": 1}, ttft=1.0))
+
+    backend = Scripted(script)
+    backend.explain = explained  # as if it knew the model
+    with running(build_app(backend, settings())) as url, left(page):
+        page.open(url)
+        page.find("#live").click()
+        page.ask()
+        for _ in range(2):
+            assert page.text("#answers-title") == "Reuse against full prefill"
+            assert page.text("#stitched-lane .name") == "Reuse"
+            assert page.text("#stitched-title").startswith("Reuse")
+            page.dial("legolink")
+        page.ask()
+        assert page.text("#answers-title") == "Full prefill, twice"
+        assert page.text("#stitched-title") == page.text("#stitched-lane .name") == "Full prefill"
+
+
+def test_policies_are_named_as_answers_say_them(page: Page, url: str) -> None:
+    page.open(url)
+    policies = [policy_by_name(name) for name in POLICY_NAMES if name != "cacheclip"]
+    policies += [CacheClip(ratio=0.3), LegoLink(3), BestLast(0.29), Reuse("composite")]
+    told = page.driver.execute_async_script(
+        "const [said, done] = arguments;"
+        "import('/playground/dial.js').then(({named, inWords}) =>"
+        " done(said.map((one) => inWords(named(one)))))",
+        [repr(policy) for policy in policies],
+    )
+    assert told[-4:] == ["CacheClip 30 %", "LegoLink 3", "Best last 29 %", "Composite"]
+    assert not [one for one in told if "(" in one]
 
 
 def test_the_best_chunk_is_computed_with_the_question(page: Page, url: str) -> None:
@@ -399,13 +490,13 @@ def test_the_dial_may_only_show(page: Page, url: str) -> None:
     page.ask()
     page.dial("legolink", 30)
     assert page.count("recomputed") == 5 * 30
-    assert page.text("#stitched .mode") == "Reuse"
+    assert page.text("#stitched-title") == "Reuse"
     assert "stale" in page.find("#stitched").get_attribute("class")
 
 
 def name_of(work: BackendRequest) -> str:
     """How the page writes the policy of a request."""
-    return {FullRecompute(): "full", Reuse(): "reuse"}[work.policy]
+    return "full" if work.policy == FullRecompute() else "reuse"
 
 
 def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
@@ -438,13 +529,11 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
         page.find("#ask").click()
         page.until(lambda: page.text("#full [data-part=text]") == "one")
         assert page.text("#ask") == "Stop"
-        assert re.fullmatch(r"[\d.]+ (ms|s)", page.text("#full [data-part=ttft]")), (
-            "as soon as seen"
-        )
+        assert re.fullmatch(r"[\d.]+ (ms|s)", page.text("#full-lane b")), "as soon as seen"
         assert page.text("#stitched [data-part=text]") == ""
         gate.set()
         page.until(lambda: page.text("#stitched [data-part=text]") == "one two")
-        assert page.text("#full [data-part=ttft]") == "500 ms"
+        assert page.text("#full-lane b") == "500 ms"
         assert [name_of(work) for work in backend.works] == ["full", "reuse"], "not at once"
         page.find("#ask").click()
         page.settled()
@@ -537,7 +626,6 @@ def test_without_documents_nothing_else_is_claimed(page: Page, url: str, tmp_pat
     assert page.text("#prompt-note") == none
     assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
     assert page.text("#warmth") == ""
-    assert page.text("#ratio") == "\u2013"
     assert page.figures()[0] == page.count("reused") == 0
 
 
@@ -629,8 +717,8 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
 
 
 # ---------------------------------------------------------------------- what was measured
-def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
-    costs = iter([(8.0, 4.0), *[(6.0, 1.0)] * 4, *[(9.0, 1.0)] * 7, (9.0, 8.5), (9.0, 1.0)])
+def test_only_warm_answers_are_costs_of_their_policy(page: Page) -> None:
+    costs = iter([(8.0, 4.0), (6.0, 1.0), (6.0, 1.5), (9.0, 8.5)])
     times: list[float] = []
 
     async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
@@ -642,53 +730,28 @@ def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
         if not work.chunks or name_of(work) == "full":
             found = {}
         yield Started(0.0)
-        yield Finished(answer(ttft=times.pop(0), total=10.0, **found))
+        yield Finished(answer(policy=repr(work.policy), ttft=times.pop(0), total=10.0, **found))
 
     backend = Scripted(script)
     backend.explain = explained  # as if it knew the model
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
-        assert page.text("#answers-title") == "Reuse against full prefill"
-        none = "No question about these documents was answered by Reuse yet."
-        assert page.text("#ratio-note") == none
         page.ask()
         assert page.text("#verdict") == "The stitched answer began 2.0\u00d7 sooner."
-        assert page.text("#ratio") == "\u2013", "a cold answer is none of the median"
-        assert page.text("#ratio-note") == (
-            "1 ring: chunks were prefilled first. Ask again to see a ratio."
-        )
+        rows = [row.text for row in page.all("#costs tr")]
+        assert rows == ["Reuse 0 \u2013 \u2013", "Full prefill 3 8.00 s (1) \u2013"]
         for _ in range(2):
             page.ask()
-        assert page.text("#ratio") == "6.0\u00d7", "the median of 6 and 6"
-        assert page.text("#ratio-note").endswith(
-            "median of 2 answers, all chunks cached. 1 ring: chunks were prefilled first."
-        )
-        for _ in range(2):
-            page.ask()
-        for _ in range(7):
-            page.ask()
-        marks = [mark.text.split()[0] for mark in page.all("#marks .mark")]
-        assert marks == ["6.0"] * 3 + ["9.0"] * 7
-        assert page.text("#ratio") == "9.0\u00d7"
-        assert page.all("#marks .cold") == []
-        heights = [dot.rect["y"] for dot in page.all("#marks .dot")]
-        assert heights[0] == heights[2] > heights[3] == heights[9], "as high as their ratios"
         assert page.text("#cost") == (
-            "Computes 0 of 3 tokens before the question again; first token after 1.00 s on this "
-            "machine (median of 11 answers)."
+            "Computes 0 of 3 tokens before the question again; first token after 1.25 s on this "
+            "machine (median of 2 answers)."
         ), "the cold one is no cost of the policy"
         rows = [row.text for row in page.all("#costs tr")]
-        assert rows == ["Reuse 0 1.00 s (11)", "Full prefill 3 9.00 s (12)"]
+        assert rows == ["Reuse 0 1.25 s (2) 4.8\u00d7", "Full prefill 3 6.00 s (3) \u2013"]
         page.documents("Another document.")
-        assert (page.text("#ratio"), page.text("#ratio-note")) == ("\u2013", none)
-        assert page.all("#marks .mark") == []
         page.ask()
         assert page.text("#verdict") == "Both answers began about as soon."
-        assert page.text("#ratio") == "1.1\u00d7"
-        page.documents()
-        page.ask()
-        assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
-        assert (page.text("#ratio"), page.text("#ratio-note")) == ("\u2013", none)
+        assert next(row.text for row in page.all("#costs tr")) == "Reuse 0 8.50 s (1) 1.1\u00d7"
 
 
 async def explained(work: BackendRequest) -> dict[str, Any]:
@@ -726,7 +789,7 @@ def test_each_position_of_the_dial_says_what_it_costs(page: Page, url: str) -> N
     rows = [row.text.rpartition("(")[0].split()[:-2] for row in page.all("#costs tr")]
     assert rows == [["Reuse", "0"], ["LegoLink", "4", "20"], ["Full", "prefill", str(before)]]
     assert page.text("#costs [aria-current]").startswith("LegoLink 4")
-    assert page.text("#answers-title") == "LegoLink against full prefill"
+    assert page.text("#answers-title") == "LegoLink 4 against full prefill"
     page.find("#clear").click()
     page.settled()
     assert [row.text.split()[0] for row in page.all("#costs tr")] == ["Reuse", "Full"]
@@ -929,7 +992,7 @@ def test_a_run_by_the_keyboard_alone(page: Page, url: str) -> None:
     go_to("#policy")
     press("l")  # the first of that letter
     page.settled()
-    assert page.text("#answers-title") == "LegoLink against full prefill"
+    assert page.text("#answers-title") == "LegoLink 16 against full prefill"
     go_to("#amount")
     press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     page.settled()

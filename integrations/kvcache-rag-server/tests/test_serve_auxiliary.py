@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_works import make_work
 
-from kvcache_rag import Auxiliary, CacheClip, Engine
+from kvcache_rag import CacheClip, Engine
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag_server.backend import Failed, Finished
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import ServerSettings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import answer, chat, client, data_of, scripted
 
-from kvcache_rag import policy_by_name
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.requests import DataDocument, TextDocument, texts

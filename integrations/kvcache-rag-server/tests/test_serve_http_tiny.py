@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import chat, client, data_of, settings, tiny_backend
 
-from kvcache_rag import Engine, policy_by_name
+from kvcache_rag import Engine
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.app import build_app
 
 if TYPE_CHECKING:

@@ -26,15 +26,8 @@ from serve_works import (
 )
 from small import Loop, make_tokenizer, make_untrained
 
-from kvcache_rag import (
-    DiskStore,
-    Engine,
-    MemoryStore,
-    Message,
-    Reuse,
-    TieredStore,
-    policy_by_name,
-)
+from kvcache_rag import DiskStore, Engine, MemoryStore, Message, Reuse, TieredStore
+from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started
 from kvcache_rag_server.local import LocalBackend
 

@@ -11,7 +11,6 @@ from serve_works import PATIENCE, QUESTION, TEXTS, Prefills, reader, serve_threa
 from verdicts import REUSE, make_verdict
 
 from kvcache_rag import (
-    Auxiliary,
     CacheClip,
     Combination,
     DiskStore,
@@ -21,6 +20,7 @@ from kvcache_rag import (
     MemoryStore,
     TieredStore,
 )
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.prefetch import Prefetcher, twin
 

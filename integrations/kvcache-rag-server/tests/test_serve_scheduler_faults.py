@@ -25,7 +25,8 @@ from serve_works import (
     reader,
 )
 
-from kvcache_rag import ContextTooLongError, InvalidInputError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag_server import limits
 from kvcache_rag_server.backend import BackendRequest, Failed, Finished
 from kvcache_rag_server.errors import ApiError

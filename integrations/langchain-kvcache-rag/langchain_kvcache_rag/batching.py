@@ -16,7 +16,8 @@ from langchain_core.globals import get_llm_cache
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.runnables.config import get_config_list
 
-from kvcache_rag import KVCacheRagError, cancellable
+from kvcache_rag import KVCacheRagError
+from kvcache_rag.generation import cancellable
 from langchain_kvcache_rag.calls import with_policy
 from langchain_kvcache_rag.messages import Grounded
 

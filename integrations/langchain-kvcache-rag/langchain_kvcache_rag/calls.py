@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from langchain_core.runnables import RunnableConfig
 
-    from kvcache_rag import Answer, AnswerStream, Engine, StoredChunk
+    from kvcache_rag import Answer, Engine
+    from kvcache_rag.generation import AnswerStream, StoredChunk
     from kvcache_rag.integration import AnswerReader, ConversationForm, References
     from langchain_kvcache_rag.chat_model import ChatKVCache
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from kvcache_rag import InvalidInputError, cancellable, in_thread
+from kvcache_rag import InvalidInputError
+from kvcache_rag.generation import cancellable, in_thread
 from kvcache_rag.integration import (
     JSON_FORM,
     Reference,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from langchain_core.runnables import Runnable, RunnableConfig
     from langchain_core.tools import BaseTool
 
-    from kvcache_rag import ChunkKey, Engine
+    from kvcache_rag import Engine
+    from kvcache_rag.kv import ChunkKey
     from langchain_kvcache_rag.shared import Shared
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from langchain_core.embeddings import Embeddings
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import NamedArguments
 from kvcache_rag.integration import hash_vector
 
 
-class HashEmbeddings(Embeddings):
+class HashEmbeddings(NamedArguments, Embeddings):
     """Words and their character n-grams, hashed into a vector of length one.
 
     Literal matches are found, synonyms are not; the same text gives the same vector everywhere.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, convert_to_messages
@@ -24,12 +24,16 @@ from pydantic import ConfigDict, PrivateAttr
 from typing_extensions import NotRequired, TypedDict
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import MetadataWatch
+from kvcache_rag.integration import MetadataWatch, refuse_unknown
 from langchain_kvcache_rag.blocks import checked_prompt, document_block, warn_of_changes
 from langchain_kvcache_rag.first_step import FirstStep
+from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+
+_ELSEWHERE: Final = {name: f"ChatKVCache({name}=...)" for name in ChatSettings.model_fields}
 
 
 class RagInput(TypedDict):
@@ -85,12 +89,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
             raise InvalidInputError(
                 f"KVCacheRAG needs a chat model such as ChatKVCache, not a {type(llm).__name__}"
             )
-        unknown = [name for name in fields if name not in type(self).model_fields]
-        if unknown:
-            raise InvalidInputError(
-                f"{' and '.join(unknown)} is no argument of KVCacheRAG; settings belong to the "
-                "chat model"
-            )
+        refuse_unknown(fields, type(self).model_fields, "argument of KVCacheRAG", _ELSEWHERE)
         if fields.get("document_prompt") is not None:
             checked_prompt(fields["document_prompt"])
         super().__init__(**{"llm": llm, **fields})

@@ -15,14 +15,15 @@ from langchain_core.messages.tool import tool_call as create_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
-from kvcache_rag import AsyncAnswerStream
+from kvcache_rag.generation import AsyncAnswerStream
 from kvcache_rag.integration import Reasoning, ToolCall, UnreadableCall, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-    from kvcache_rag import Answer, AnswerStream
+    from kvcache_rag import Answer
+    from kvcache_rag.generation import AnswerStream
     from kvcache_rag.integration import AnswerPart
     from langchain_kvcache_rag.calls import Call
 

@@ -12,7 +12,8 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
-from kvcache_rag import InvalidInputError, ReusePolicy, in_thread
+from kvcache_rag import InvalidInputError
+from kvcache_rag.generation import in_thread
 from kvcache_rag.integration import (
     DeviceOption,
     EngineOptions,
@@ -26,6 +27,7 @@ from kvcache_rag.integration import (
     said_options,
     written,
 )
+from kvcache_rag.policies import ReusePolicy  # noqa: TC001  # pydantic reads it
 from langchain_kvcache_rag.calls import INTERNAL
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
@@ -174,8 +176,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
                 `callbacks`, `tags`, `metadata`, `rate_limiter`, `disable_streaming`, ...).
 
         Raises:
-            InvalidInputError: If an argument is unknown or of no use, or `engine` comes with what
-                only a new engine could use.
+            InvalidInputError: If an argument is unknown or of no use, nothing says which model
+                answers, or `engine` comes with what only a new engine could use.
         """
         if "model_name" in fields:
             named = fields.pop("model_name")
@@ -192,6 +194,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         except ValidationError as error:
             raise first_problem(error.errors()) from error
         if self.engine_source is None:
+            if engine is None and not self.model and self.base_url is None:
+                raise _no_model()
             self.engine_source = Shared(engine)
         watch()
         if engine is not None and not self.model:
@@ -313,7 +317,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         if self.base_url is not None:
             return self._ask_server(self.base_url)
         if not self.model:
-            raise InvalidInputError("ChatKVCache needs model=, base_url= or engine=")
+            raise _no_model()
         names = _OF_THE_ENGINE
         named = {name: getattr(self, name) for name in names if name != "base_url"}
         if self.policy is not None:  # so that ingestion prefills for its scorer
@@ -356,6 +360,12 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
         type(self).__init__(self, **state)
+
+
+def _no_model() -> InvalidInputError:
+    return InvalidInputError(
+        'ChatKVCache needs a model: give model= (such as "smollm2"), base_url= or engine='
+    )
 
 
 def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from langchain_core.documents import Document
 from langchain_core.runnables.config import run_in_executor
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.errors import expanded
-from kvcache_rag.integration import Reopened
+from kvcache_rag.errors import arguments_of, expanded
+from kvcache_rag.integration import Reopened, refuse_unknown
 from langchain_kvcache_rag.blocks import checked_prompt
 from langchain_kvcache_rag.client import PrefilledClient, source_of
 
@@ -113,6 +113,8 @@ class KVCacheChroma(Reopened, Chroma):
             InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, there are both,
                 or `document_prompt` is no PromptTemplate.
         """
+        known = arguments_of(KVCacheChroma, Chroma)
+        refuse_unknown(options, known, f"argument of {type(self).__name__}")
         self._source = source_of(llm, engine)
         if document_prompt is not None:
             checked_prompt(document_prompt)

@@ -21,18 +21,18 @@ from transformers import GenerationConfig
 from verdicts import make_verdict
 
 from kvcache_rag import (
-    Auxiliary,
     CacheBlend,
     CacheClip,
     DiskStore,
     Engine,
     FullRecompute,
-    Gate,
     MemoryStore,
     PromptTemplate,
     Reuse,
 )
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.policies import ReusePolicy
+from kvcache_rag.verdict import Gate
 from langchain_kvcache_rag import ChatKVCache, document_block, settings
 from langchain_kvcache_rag.settings import NO_ANSWER
 

@@ -14,7 +14,8 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 from small import make_model
 
-from kvcache_rag import ContextTooLongError, Engine, InvalidInputError
+from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError
 from langchain_kvcache_rag.chat_model import ChatKVCache
 
 if TYPE_CHECKING:
@@ -159,8 +160,8 @@ async def test_an_error_is_raised_unless_asked_for(llm: ChatKVCache) -> None:
         llm.batch(inputs)
     with pytest.raises(ContextTooLongError):
         await llm.abatch(inputs)
-    with pytest.raises(InvalidInputError, match="needs model="):
-        ChatKVCache().batch(QUESTIONS)
+    with pytest.raises(InvalidInputError, match="no model folder"):
+        ChatKVCache(model="./no/such/model").batch(QUESTIONS)
 
 
 def test_what_breaks_generation_reaches_every_row(

@@ -19,14 +19,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableGenerator
 
-from kvcache_rag import (
-    Engine,
-    FullRecompute,
-    InvalidInputError,
-    Metrics,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, Metrics, PromptTemplate
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference
 from langchain_kvcache_rag import responses, settings
 from langchain_kvcache_rag.blocks import document_block
@@ -311,9 +305,10 @@ def test_settings_of_a_new_engine_are_refused_beside_one(
         ChatKVCache(engine=engine, **fields)
 
 
-def test_no_model_is_said_with_the_first_use() -> None:
-    with pytest.raises(InvalidInputError, match="needs model=, base_url= or engine="):
-        ChatKVCache().invoke("Hello")
+def test_no_model_is_said_at_once() -> None:
+    for fields in ({}, {"model": ""}, {"kv_dir": "kv"}):
+        with pytest.raises(InvalidInputError, match=r"^ChatKVCache needs a model: give model= "):
+            ChatKVCache(**fields)
 
 
 def test_what_other_chat_models_take_is_taken() -> None:

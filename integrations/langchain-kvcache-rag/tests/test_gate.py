@@ -9,7 +9,8 @@ import pytest
 from langchain_core.documents import Document
 from verdicts import REUSE, make_verdict
 
-from kvcache_rag import Engine, FullRecompute, Gate, InvalidInputError
+from kvcache_rag import Engine, FullRecompute, InvalidInputError
+from kvcache_rag.verdict import Gate
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG
 
 if TYPE_CHECKING:

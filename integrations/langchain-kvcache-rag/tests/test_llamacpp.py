@@ -13,8 +13,9 @@ from langchain_core.messages import AIMessage, HumanMessage
 from pydantic import BaseModel, Field
 from small import make_model, make_tokenizer
 
-from kvcache_rag import DiskStore, Engine, InvalidInputError, Message, policy_by_name
+from kvcache_rag import DiskStore, Engine, InvalidInputError, Message
 from kvcache_rag.integration import answer_state, open_engine
+from kvcache_rag.policies import policy_by_name
 from langchain_kvcache_rag import (
     ChatKVCache,
     HashEmbeddings,

@@ -16,7 +16,8 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel,
 from pydantic import Field
 from small import make_model
 
-from kvcache_rag import ContextTooLongError, FullRecompute, InvalidInputError
+from kvcache_rag import FullRecompute, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, create_kvcache_rag_chain
 
 if TYPE_CHECKING:

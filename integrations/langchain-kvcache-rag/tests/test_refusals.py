@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
+from langchain_core.runnables import RunnableLambda
 from store_helpers import memory_store
 
-from kvcache_rag import CacheBlend, InvalidInputError, policy_by_name
-from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, document_block
+from kvcache_rag import CacheBlend, InvalidInputError
+from kvcache_rag.policies import policy_by_name
+from langchain_kvcache_rag import (
+    ChatKVCache,
+    HashEmbeddings,
+    KVCacheChroma,
+    KVCacheRAG,
+    document_block,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvcache_rag import Engine
 
+NONE: Any = RunnableLambda(lambda messages: messages)
 QUESTION = "Who sat?"
 DOCUMENTS = [Document("The cat sat on the mat."), Document("A dog ran away.")]
 TURNS = [("human", "Hello."), ("ai", "Good day.")]
@@ -36,6 +46,30 @@ TURNS = [("human", "Hello."), ("ai", "Good day.")]
 def test_of_the_chat_model(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
         ChatKVCache(model="tiny", **fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        (KVCacheChroma, "persist_dirctory", "did you mean persist_directory?"),
+        (KVCacheChroma, "options", "leave it out"),
+        (HashEmbeddings, "dimension", "did you mean dimensions?"),
+        (
+            lambda **fields: KVCacheRAG(NONE, **fields),
+            "doc_prompt",
+            "did you mean document_prompt?",
+        ),
+        (
+            lambda **fields: KVCacheRAG(NONE, **fields),
+            "policy",
+            "say it by ChatKVCache(policy=...)",
+        ),
+    ],
+)
+def test_of_the_others(make: Callable[..., Any], given: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{given} is no argument of ") as told:
+        make(**{given: 3})
+    assert str(told.value).endswith(f"; {said}")
 
 
 def test_a_policy_by_name(engine: Engine) -> None:

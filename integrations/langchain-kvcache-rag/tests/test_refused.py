@@ -10,7 +10,8 @@ import pytest
 from chat_model_helpers import over
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, PromptTemplate, Reuse, UnsupportedModelError
+from kvcache_rag import Engine, PromptTemplate, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from langchain_kvcache_rag import ChatKVCache, KVCacheChroma, KVCacheRAG
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from langchain_core.exceptions import OutputParserException
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from kvcache_rag import Engine, InvalidInputError, MissingExtraError
+from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from langchain_kvcache_rag.chat_model import ChatKVCache
 
 if TYPE_CHECKING:

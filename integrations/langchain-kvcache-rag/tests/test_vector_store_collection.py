@@ -14,7 +14,8 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
 
-from kvcache_rag import InvalidInputError, StoredChunk
+from kvcache_rag import InvalidInputError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS
 from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache
@@ -166,14 +167,15 @@ def test_fork_prefills_too(
 
 def test_model_that_cannot_be_loaded_is_known_before_rows_go(store: KVCacheChroma) -> None:
     store.add_texts(["a"], ids=["1"])
-    broken = memory_store(collection_name=access.collection(store).name, llm=ChatKVCache())
+    llm = ChatKVCache(model="./no/such/model")
+    broken = memory_store(collection_name=access.collection(store).name, llm=llm)
     for delete in (
         broken.delete,
         lambda: broken.delete(["1"]),
         broken.delete_collection,
         broken.reset_collection,
     ):
-        with pytest.raises(InvalidInputError, match="model="):
+        with pytest.raises(InvalidInputError, match="no model folder"):
             delete()
     assert texts_of(broken) == {"1": "a"}
 

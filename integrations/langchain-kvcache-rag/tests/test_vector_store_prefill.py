@@ -14,11 +14,8 @@ from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, index
 from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
 
-from kvcache_rag import (
-    DiskStore,
-    InvalidInputError,
-    StoredChunk,
-)
+from kvcache_rag import DiskStore, InvalidInputError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, References
 from langchain_kvcache_rag import KVCacheRAG
 from langchain_kvcache_rag.chat_model import ChatKVCache

@@ -28,7 +28,8 @@ from llama_index.vector_stores.qdrant import QdrantVectorStore
 from qdrant_client import QdrantClient
 from small import make_model
 
-from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, Metrics
+from kvcache_rag import DiskStore, InvalidInputError, Metrics
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.integration import REFERENCE_KEYS
 from llama_index.kvcache_rag import (
     HashEmbedding,

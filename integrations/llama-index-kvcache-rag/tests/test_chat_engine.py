@@ -16,8 +16,9 @@ from llama_index.core.postprocessor import MetadataReplacementPostProcessor, Sim
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from small import CHAT_TEMPLATE, make_model, make_tokenizer
 
-from kvcache_rag import ContextTooLongError, Engine, FullRecompute, InvalidInputError, MemoryStore
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore
 from kvcache_rag import PromptTemplate as EngineTemplate
+from kvcache_rag.errors import ContextTooLongError
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheQueryEngine
 from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
 

@@ -10,7 +10,9 @@ import pytest
 from llama_index.core.schema import NodeWithScore, TextNode
 from verdicts import REUSE, make_verdict
 
-from kvcache_rag import Engine, FingerprintMismatchError, FullRecompute, Gate, InvalidInputError
+from kvcache_rag import Engine, FullRecompute, InvalidInputError
+from kvcache_rag.errors import FingerprintMismatchError
+from kvcache_rag.verdict import Gate
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheSynthesizer
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from llama_index.core.schema import MetadataMode
 from pydantic import BaseModel, Field
 from small import make_model, make_tokenizer
 
-from kvcache_rag import DiskStore, Engine, InvalidInputError, Message, policy_by_name
+from kvcache_rag import DiskStore, Engine, InvalidInputError, Message
 from kvcache_rag.cli import main
+from kvcache_rag.policies import policy_by_name
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheChatEngine,
@@ -172,13 +173,12 @@ def test_ask_and_chat_know_the_backend_of_ingest(
     how = ("--model", llama.NAME, "--backend", "llama.cpp", "--adapter", "none")
     assert main(["ingest", "docs", "--embed", "hash", *how]) == 0
     assert "3 chunks prefilled" in capsys.readouterr().out
-    noted = json.loads((tmp_path / "chroma.docs.kvcache-rag.json").read_text())
-    assert noted["backend"] == "llama.cpp"
     words = ["--policy", "reuse", "--max-new-tokens", "8"]
     assert main(["ask", llama.QUESTION, "--json", *words]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["answer"]
-    assert (said["metrics"]["misses"], said["metrics"]["hits"]) == (0, {"disk": 3})
+    assert said["model"] == f"{llama.NAME}, adapter none, by llama.cpp"
+    assert (said["metrics"]["misses"], said["metrics"]["hits"]) == (0, 3)
     assert main(["ask", llama.QUESTION, "--policy", "prophetkv"]) == 2
     printed = capsys.readouterr().err
     assert "llama.cpp gives neither attention nor keys of single layers" in printed

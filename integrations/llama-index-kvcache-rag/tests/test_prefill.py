@@ -18,15 +18,9 @@ from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
-from kvcache_rag import (
-    Auxiliary,
-    CacheClip,
-    DiskStore,
-    FullRecompute,
-    InvalidInputError,
-    PromptTemplate,
-    StoredChunk,
-)
+from kvcache_rag import CacheClip, DiskStore, FullRecompute, InvalidInputError, PromptTemplate
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
 from llama_index.kvcache_rag import (
     HashEmbedding,
@@ -41,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvcache_rag import ChunkKey, Engine
+    from kvcache_rag import Engine
+    from kvcache_rag.kv import ChunkKey
 
     Count = Callable[[], int]
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from kvcache_rag import Engine
 from kvcache_rag.cli import main
 from llama_index.kvcache_rag import KVCacheLLM
-from llama_index.kvcache_rag.commands.corpus import Settings
+from llama_index.kvcache_rag.commands.settings import Settings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -57,9 +57,7 @@ def test_the_name_of_an_adapter_stays_one_and_a_path_is_a_folder(
     assert by_path.adapter == str(tmp_path / "block")
     (tmp_path / "block").mkdir()
     for adapter, kept in (("block", "block"), ("./block", str(tmp_path / "block"))):
-        settings = Settings(adapter=adapter)
-        settings.save()
-        assert json.loads(settings.path.read_text())["adapter"] == kept
+        assert json.loads(Settings(adapter=adapter).to_text())["adapter"] == kept
 
 
 def test_ingest_and_ask_take_a_gguf_file(

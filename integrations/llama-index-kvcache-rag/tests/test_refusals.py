@@ -12,7 +12,8 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from kvcache_rag import CacheBlend, InvalidInputError, KVCacheRagError, Reuse, policy_by_name
+from kvcache_rag import CacheBlend, InvalidInputError, KVCacheRagError, Reuse
+from kvcache_rag.policies import policy_by_name
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheChatEngine,

@@ -9,7 +9,8 @@ import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, PromptTemplate, Reuse, UnsupportedModelError
+from kvcache_rag import Engine, PromptTemplate, Reuse
+from kvcache_rag.errors import UnsupportedModelError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,

@@ -26,7 +26,8 @@ from llama_index.core.vector_stores import MetadataInfo, VectorStoreInfo
 from llama_index.core.vector_stores.types import VectorStoreQuerySpec
 from pydantic import BaseModel, Field
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,

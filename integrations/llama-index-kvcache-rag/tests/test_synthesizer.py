@@ -23,7 +23,8 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool
 from small import Loop, make_model, make_tokenizer, make_untrained
 
-from kvcache_rag import ContextTooLongError, Engine, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.errors import ContextTooLongError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,

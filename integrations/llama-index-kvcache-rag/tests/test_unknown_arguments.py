@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from llama_index.core import Document, PromptTemplate, VectorStoreIndex
+from llama_index.core import PromptTemplate
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheChatEngine,
     KVCacheLLM,
+    KVCachePrefill,
     KVCacheQueryEngine,
     KVCacheSynthesizer,
     KVCacheVectorStore,
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
 
 
-@pytest.fixture
-def index() -> VectorStoreIndex:
-    return VectorStoreIndex.from_documents([Document(text="a")], embed_model=HashEmbedding())
+NONE: Any = None
+QUERY, CHAT = "KVCacheQueryEngine", "KVCacheChatEngine"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,12 @@ def test_of_the_llm_without_a_like_one() -> None:
     sentence = r"^zzz is no argument of KVCacheLLM; leave it out$"
     with pytest.raises(InvalidInputError, match=sentence):
         KVCacheLLM(zzz=1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"model_name": ""}, {"model_name": None, "kv_dir": "kv"}])
+def test_an_llm_without_a_model_says_so_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"^KVCacheLLM needs a model: give model_name= "):
+        KVCacheLLM(**fields)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +87,43 @@ def test_of_the_store(make: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "kind"),
     [
-        lambda llm, index, **options: KVCacheSynthesizer(llm, **options),
-        lambda llm, index, **options: KVCacheQueryEngine.from_index(index, llm, **options),
-        lambda llm, index, **options: KVCacheChatEngine.from_index(index, llm, **options),
+        (KVCacheSynthesizer, "KVCacheSynthesizer"),
+        (lambda llm, **options: KVCacheQueryEngine.from_args(NONE, llm, **options), QUERY),
+        (lambda llm, **options: KVCacheQueryEngine.from_index(NONE, llm, **options), QUERY),
+        (lambda llm, **options: KVCacheQueryEngine.from_documents(NONE, llm, **options), QUERY),
+        (lambda llm, **options: KVCacheChatEngine.from_defaults(NONE, llm, **options), CHAT),
+        (lambda llm, **options: KVCacheChatEngine.from_index(NONE, llm, **options), CHAT),
     ],
 )
-def test_of_what_answers(engine: Engine, index: VectorStoreIndex, make: Callable[..., Any]) -> None:
-    sentence = "overflw is no argument of KVCacheSynthesizer; did you mean overflow"
+def test_of_what_answers(engine: Engine, make: Callable[..., Any], kind: str) -> None:
+    """Before anything is done."""
+    sentence = f"^overflw is no argument of {kind}; did you mean overflow\\?$"
     with pytest.raises(InvalidInputError, match=sentence):
-        make(KVCacheLLM(engine=engine), index, overflw="error")
+        make(KVCacheLLM(engine=engine), overflw="error")
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        (KVCacheQueryEngine, "retriver", "did you mean retriever"),
+        (KVCacheChatEngine, "memry", "did you mean memory"),
+        (KVCachePrefill, "embed_modl", "did you mean embed_model"),
+        (HashEmbedding, "dimension", "did you mean dimensions"),
+        (
+            lambda **options: KVCacheQueryEngine.from_index(NONE, **options),
+            "similarity_topk",
+            "did you mean similarity_top_k",
+        ),
+    ],
+)
+def test_of_the_others(make: Callable[..., Any], given: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{given} is no argument of .*; {said}\\?$"):
+        make(**{given: 3})
+
+
+def test_a_transformation_that_was_written_down_is_read(engine: Engine) -> None:
+    step = KVCachePrefill(show_progress=True, embed_model=HashEmbedding(dimensions=9))
+    assert KVCachePrefill.from_dict({**step.to_dict(), "chunks": "x"}).show_progress
+    assert HashEmbedding.from_dict(step.embed_model.to_dict()).dimensions == 9

@@ -10,7 +10,7 @@ import pytest
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag.cli import main
 from llama_index.kvcache_rag import KVCacheLLM
-from llama_index.kvcache_rag.commands.corpus import Settings
+from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,9 +47,8 @@ def test_ingest_notes_the_format_for_ask(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("The cat sat on the mat.")
-    assert main(["ingest", "docs", "--embed", "hash", "--weight-format", "int8"]) == 0
-    (path,) = tmp_path.glob("*.kvcache-rag.json")
-    assert json.loads(path.read_text())["weight_format"] == "int8"
+    how = ("--model", "tiny", "--embed", "hash", "--weight-format", "int8")
+    assert main(["ingest", "docs", *how]) == 0
 
     def missed(*words: str) -> int:
         capsys.readouterr()
@@ -61,12 +60,9 @@ def test_ingest_notes_the_format_for_ask(
     assert missed("--weight-format", "plain") > 0
 
 
-def test_the_default_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_default_is_not_noted() -> None:
     for weight_format in ("auto", "plain", "int4"):
-        settings = Settings(weight_format=weight_format)
-        settings.save()
-        noted = json.loads(settings.path.read_text())
-        assert noted.get("weight_format", "auto") == weight_format
-        assert ("weight_format" in noted) == (weight_format != "auto")
-        assert Settings.load(settings.path).weight_format == weight_format
+        settings = Settings(model="tiny", weight_format=weight_format)
+        text = settings.to_text()
+        assert ("weight_format" in json.loads(text)) == (weight_format != "auto")
+        assert Settings.of_text(text, "chroma", "docs") == settings

@@ -241,7 +241,7 @@ def verdict_on(identity: Identity, kept: float) -> Verdict:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "name"), [(None, "reordered"), (FullRecompute(), "full")])
+@pytest.mark.parametrize(("policy", "name"), [(None, "reuse"), (FullRecompute(), "full")])
 async def test_servers_reuse_unless_they_are_told_otherwise(policy: Any, name: str) -> None:
     assert (await backend_of(FakeEngine(), policy=policy).own_policy()).name == name
 
@@ -417,7 +417,7 @@ async def test_what_a_server_refuses_is_told() -> None:
     ("changes", "words"),
     [
         ({"policy": CacheBlend(0.2)}, "recomputes tokens, which vLLM does not"),
-        ({"policy": BestLast()}, "ask for reordered, composite or full"),
+        ({"policy": BestLast()}, "ask for reuse, composite or full"),
         ({"options": {"repetition_penalty": 1.1}}, "vLLM is not told repetition_penalty"),
         ({"max_new_tokens": 5000}, "context window is 4096"),
         ({"chunks": ("x" * 300_000,)}, "context window"),

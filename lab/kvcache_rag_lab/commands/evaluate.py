@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
 POLICIES = (
-    "full, reordered, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
-    "cacheclip:0.2, ape:0.9,0.9, combination (default: full reordered)"
+    "full, reuse, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
+    "cacheclip:0.2, ape:0.9,0.9, combination (default: full reuse)"
 )
 TASKS = (
     "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="POLICY",
         type=policy_name,
-        default=["full", "reordered"],
+        default=["full", "reuse"],
         help=POLICIES,
     )
     compared.add_argument(
@@ -225,7 +225,7 @@ def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
             raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
     if arguments.kv_codec and all(policy.is_full for policy in policies.values()):
         raise InvalidInputError(
-            "--kv-codec needs a policy that reuses chunks; add --policies reordered"
+            "--kv-codec needs a policy that reuses chunks; add --policies reuse"
         )
     return policies
 

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
-POLICIES = ("reordered", "bestlast", "composite", "legolink", "cacheblend", "prophetkv", "ape")
+POLICIES = ("reuse", "bestlast", "composite", "legolink", "cacheblend", "prophetkv", "ape")
 
 READER = "reader"
 
 KEY = "KVCACHE_RAG_API_KEY"
 
 # What every engine behind a server does.
-OF_SERVERS = ("reordered", "composite")
+OF_SERVERS = ("reuse", "composite")
 
 # What a model with recurrent layers does, in which no single token is computed again.
-OF_RECURRENT = ("reordered", "bestlast", "combination")
+OF_RECURRENT = ("reuse", "bestlast", "combination")
 
 # What llama.cpp does, which shows neither attention nor keys of single layers.
-OF_LLAMA = ("reordered", "bestlast", "legolink", "combination")
+OF_LLAMA = ("reuse", "bestlast", "legolink", "combination")
 
 # Of a model in this process.
 _OF_MODELS = (

@@ -6,7 +6,7 @@ question without documents) are always there.  A group is not scored, so that no
 called better or worse, if full prefill is right in fewer than 60 % and does not surely beat closed
 book: a model that does not read its documents tells policies apart by chance only.  Groups become
 JSON (`to_json`), a Markdown table each (`to_markdown`), and a plot of quality against time to the
-first token, one panel per group and one point per policy and codec (`draw`).
+first token, one panel per group, one below the other, and one point per policy and codec (`draw`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ _NOT_SCORED: Final = (
     "above closed book."
 )
 
-_ACROSS: Final = 3
+WIDTH, TEXT = 4.3, 9
+"""Inches across a plot and points of its letters, which a telephone shows 10 pixels high."""
+
+_LONGEST: Final = 24
+"""Letters of names of which two stand side by side in a legend."""
 
 
 @dataclass(frozen=True)
@@ -387,14 +391,14 @@ def check_plot(file: Path) -> None:
         raise InvalidInputError(f"{file} must end in one of {', '.join(SUFFIXES)}")
     if not file.absolute().parent.is_dir():
         raise InvalidInputError(f"there is no folder for {file}; make it first")
-    figure_class()
+    _figure_class()
 
 
 def plain_panel(panel: Any) -> None:
     """The look of every plot of the project: a faint grid, no frame but two axes."""
     panel.grid(color="#E5E5E5", linewidth=0.6)
     panel.set_axisbelow(True)
-    panel.tick_params(labelsize=8)
+    panel.tick_params(labelsize=TEXT)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
 
@@ -438,33 +442,34 @@ def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> No
     timed = [group for group in groups if any(row.ttft for row in group.rows)]
     if not timed:
         raise InvalidInputError("no question was timed, so there is nothing to plot; time some")
-    across = min(_ACROSS, len(timed))
-    down = -(-len(timed) // across)
-    figure = figure_class()(figsize=(4.4 * across, 3.4 * down + 0.8), layout="constrained")
-    # One scale of scores, since they are there to be compared.
-    panels = figure.subplots(down, across, squeeze=False, sharey=True).ravel()
     names = list(dict.fromkeys(_name(row) for group in timed for row in group.rows))
+    columns = 2 if max(map(len, names)) <= _LONGEST else 1
+    figure = new_figure(2.9 * len(timed) + 0.2 * len(names) / columns + 0.2)
+    # One scale of scores, since they are there to be compared.
+    panels = figure.subplots(len(timed), squeeze=False, sharey=True).ravel()
     looks = _looks(names, baseline)
-    for panel, group in zip(panels, timed, strict=False):
+    for panel, group in zip(panels, timed, strict=True):
         _draw_group(panel, group, looks)
-    for panel in panels[len(timed) :]:
-        panel.set_axis_off()
     figure.legend(
         handles=[_handle(name, look) for name, look in looks.items()],
         loc="outside lower center",
-        ncols=min(4, len(names)),
+        ncols=columns,
         frameon=False,
-        fontsize=9,
+        fontsize=TEXT,
     )
     save_plot(figure, file)
 
 
-def figure_class() -> Any:
-    """Matplotlib's figure, which needs no display.
+def new_figure(height: float, width: float = WIDTH) -> Any:
+    """An empty figure of matplotlib's, which needs no display; inches.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
+    return _figure_class()(figsize=(width, height), layout="constrained")
+
+
+def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -511,9 +516,9 @@ def _draw_group(panel: Any, group: Group, looks: dict[str, tuple[str, str]]) -> 
             linestyle="",
         )
     note = " (not scored)" if group.scored is False else ""
-    panel.set_title(f"{group.title}{note}", fontsize=10)
-    panel.set_xlabel("time to first token, ms", fontsize=9)
-    panel.set_ylabel(f"{group.metric.replace('_', ' ')}, %", fontsize=9)
+    panel.set_title(f"{group.title}{note}", fontsize=TEXT)
+    panel.set_xlabel("time to first token, ms", fontsize=TEXT)
+    panel.set_ylabel(f"{group.metric.replace('_', ' ')}, %", fontsize=TEXT)
     panel.set_xlim(left=0)
     plain_panel(panel)
 

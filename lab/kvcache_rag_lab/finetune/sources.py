@@ -444,7 +444,7 @@ class Encoder:
             InvalidInputError: If the tokenizer has no end-of-sequence token.
         """
         self.renderer, self._tokenizer = renderer, tokenizer
-        self._has_chat = bool(getattr(tokenizer, "chat_template", None))
+        self._has_chat = bool(renderer.chat_template)
         self._end = self._end_of_turn()
 
     def qa(self, sample: QASample) -> Encoded:
@@ -494,7 +494,9 @@ class Encoder:
     def _behind_an_answer(self) -> str:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=self.renderer.template.chat_template
+            )
         except Exception:  # a template refuses in its own way; the end of sequence does then
             return ""
         return text.partition(_MARK)[2]

@@ -552,7 +552,7 @@ def _answers(
         [(question.question, question.chunks) for question in questions],
         policy=cell.policy,
         max_new_tokens=task.max_new_tokens,
-        **({} if first is None else {"logits_processor": [begun]}),
+        logits_processor=None if first is None else [begun],
     )
     if first is not None and begun.scores is not None:
         first.note(cell, left, begun.scores)

@@ -89,7 +89,7 @@ Names not in training, fresh contexts of {documents} documents of {facts} facts;
 whole answer (for "unanswerable": refused), 95 % Wilson intervals, which take questions as
 independent though up to four share a context. "noise_80": 80 % of the documents state the relation
 of another entity. In "same_relation" every document states the asked
-relation, each of another entity. Stitched: each document prefilled apart behind the prefix, nothing
+relation, each of another entity. Reuse: each document prefilled apart behind the prefix, nothing
 recomputed. Weights as published (bfloat16), computed in float32.
 
 {figures}

@@ -78,7 +78,7 @@ def check(
 
 def as_table(report: Shares) -> str:
     """Return `report` as a Markdown table."""
-    lines = ["| measure | full prefill | stitched |", "|---|---|---|"]
+    lines = ["| measure | full prefill | reuse |", "|---|---|---|"]
     for measure, shares in report.items():
         lines.append(f"| {measure} | {shares['full']} | {shares['stitched']} |")
     return "\n".join(lines) + "\n"

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 SAME, OTHER = 2, 2
 MAX_NEW_TOKENS: Final = 32
 CONFIRM, CLOSED = "confirmation", "closed book"
-STITCHED, FULL, LEGOLINK = "reordered", "full prefill", "LegoLink 16"
+STITCHED, FULL, LEGOLINK = "reuse", "full prefill", "LegoLink 16"
 METRICS: Final = ("f1", "contains")
 
 

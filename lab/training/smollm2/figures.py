@@ -15,7 +15,7 @@ _MODELS: Final = {
     "control": "with the control's adapter",
 }
 _READ: Final = {
-    "reordered": "cached chunks, stitched",
+    "reuse": "cached chunks, reuse",
     "LegoLink 16": "cached chunks, the first 16 tokens of each computed again",
     "full prefill": "full prefill",
 }

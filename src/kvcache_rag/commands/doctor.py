@@ -120,7 +120,7 @@ def examined(kv_dir: str | None) -> dict[str, Any]:
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE"),
         "devices": [],
         "kernels": {},
-        "kv_dir": None if kv_dir is None else _folder(Path(kv_dir)),
+        "kv_dir": None if kv_dir is None else folder_facts(Path(kv_dir)),
         "stitched": None,
     }
     folder = found["kv_dir"]
@@ -233,7 +233,7 @@ def _kernels() -> dict[str, str]:
     return {name: why_missing(name) for name in KERNELS}
 
 
-def _folder(folder: Path) -> dict[str, Any]:
+def folder_facts(folder: Path) -> dict[str, Any]:
     """Whether a folder, or where it would be made, takes files, and how many bytes."""
     place, free, problem = folder.absolute(), 0, ""
     try:

@@ -7,9 +7,6 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-import transformers
-
 
 def described(device: str, threads: int) -> dict[str, str]:
     """Machine, versions and date.
@@ -18,6 +15,9 @@ def described(device: str, threads: int) -> dict[str, str]:
         device: "cpu" or "cuda".
         threads: Of torch.
     """
+    import torch
+    import transformers
+
     machine = f"{processor()}, {os.cpu_count()} cores, {threads} thread(s)"
     if device == "cuda":
         machine = f"{torch.cuda.get_device_name()}; {machine}"

@@ -1,1 +1,19 @@
 """From a question to its answer: checked, filled, generated, streamed, explained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache_rag.generation.explain import Explained as Explained
+    from kvcache_rag.generation.options import AnswerOptions as AnswerOptions
+    from kvcache_rag.generation.options import CompletionOptions as CompletionOptions
+    from kvcache_rag.generation.request import StoredChunk as StoredChunk
+    from kvcache_rag.generation.stream import AnswerStream as AnswerStream
+    from kvcache_rag.generation.stream import AsyncAnswerStream as AsyncAnswerStream
+    from kvcache_rag.generation.stream import cancellable as cancellable
+    from kvcache_rag.generation.stream import in_thread as in_thread
+else:
+    from kvcache_rag.exports import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__)

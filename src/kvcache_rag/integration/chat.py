@@ -122,7 +122,7 @@ class ConversationForms:
     @property
     def has_chat_template(self) -> bool:
         """Whether messages are written by a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self._renderer.chat_template)
 
     @cached_property
     def grammars(self) -> JsonGrammars:
@@ -165,8 +165,7 @@ class ConversationForms:
     @cached_property
     def thinks(self) -> bool:
         """Whether the chat template writes `<think>`, perhaps at the end of a prompt."""
-        template = getattr(self._tokenizer, "chat_template", None) or ""
-        return "<think>" in str(template)
+        return "<think>" in str(self._renderer.chat_template or "")
 
     def form(
         self,

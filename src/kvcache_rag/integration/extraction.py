@@ -151,6 +151,18 @@ def _unopened(error: OSError) -> str:
     return f"it cannot be opened ({error.strerror})"
 
 
+def check_folder(root: Path) -> None:
+    """Refuse what is no folder.
+
+    Raises:
+        InvalidInputError: If it is a file, or nothing.
+    """
+    if not root.is_dir():
+        if root.exists():
+            raise InvalidInputError(f"{root} is a file; name its folder, {root.parent}")
+        raise InvalidInputError(f"there is no folder {root}")
+
+
 def _entries(root: Path) -> list[tuple[Path, str]]:
     """What is under a folder in the order of its paths, without what is hidden.
 
@@ -159,10 +171,7 @@ def _entries(root: Path) -> list[tuple[Path, str]]:
     Raises:
         InvalidInputError: If there is no such folder.
     """
-    if not root.is_dir():
-        if root.exists():
-            raise InvalidInputError(f"{root} is a file; name its folder, {root.parent}")
-        raise InvalidInputError(f"there is no folder {root}")
+    check_folder(root)
     found: list[tuple[Path, str]] = []
 
     def closed(error: OSError) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name, expanded
+from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -130,11 +131,14 @@ def trained_for_blocks(model: Any) -> bool:
     """Whether a model was trained to read chunks that do not see each other.
 
     The last training counts: of a PEFT model that of its active adapters, which are silent unless
-    `with_adapter` put them there; of any other what its config says.
+    `with_adapter` put them there; of any other what its config says, else its name.
     """
     adapters = getattr(model, "peft_config", None)
     if not adapters or _are_disabled(model):
-        return _says_blocks(getattr(getattr(model, "config", None), TRAINING, None))
+        config = getattr(model, "config", None)
+        if hasattr(config, TRAINING):
+            return _says_blocks(getattr(config, TRAINING))
+        return template_of_model(str(getattr(config, "_name_or_path", ""))) is not None
     active = model.active_adapters
     names: list[str] = []
     # transformers' own models have a method of PEFT's name, which raises where PEFT put the

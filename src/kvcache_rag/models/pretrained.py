@@ -23,6 +23,7 @@ from kvcache_rag.models.adapters import (
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
+from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -256,6 +257,8 @@ def brought_template(
 ) -> PromptTemplate | None:
     """The prompt template that an adapter brings along in its folder, else its model, if any.
 
+    A model of somebody else brings it by its name, unless its folder says another.
+
     Args:
         name: Of the model.
         adapter: As for `chosen_adapter`.
@@ -269,7 +272,7 @@ def brought_template(
     found = PromptTemplate.load(folder) if folder.is_dir() else None
     if found is None and is_adapter(folder):
         return brought_template(base_of(folder), NO_ADAPTER)
-    return found
+    return found or template_of_model(place)
 
 
 def own_dtype(name: str) -> torch.dtype:

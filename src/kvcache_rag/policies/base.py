@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvcache_rag.errors import NamedArguments
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -95,7 +97,7 @@ class Arrangement:
         return self.order[: len(self.order) - self.fresh]
 
 
-class ReusePolicy(ABC):
+class ReusePolicy(NamedArguments, ABC):
     """How cached chunks are used.
 
     Attributes:

@@ -28,7 +28,6 @@ class Reuse(ReusePolicy):
 
     name: ClassVar[str] = "reuse"
     _forms = (
-        Form("reordered", lambda words: Reuse(*words.numbers())),
         Form("reuse", lambda words: Reuse(*words.numbers())),
         Form("composite", lambda words: Reuse("composite", *words.numbers())),
     )

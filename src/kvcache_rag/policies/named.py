@@ -85,6 +85,7 @@ class Words:
 
 
 _FORMS: dict[str, Form] = {}
+_WAS = {"reordered": "reuse"}  # of 0.1
 _WITH_RATIO: list[str] = []
 
 
@@ -120,6 +121,8 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
         raise InvalidInputError(f'a policy\'s name is a text such as "cacheblend", not {text!r}')
     name, colon, rest = (part.strip() for part in text.lower().partition(":"))
     form = _FORMS.get(name)
+    if name in _WAS:
+        raise InvalidInputError(f"the policy {name!r} is called {_WAS[name]!r} now; write that")
     if form is None:
         close = close_to(name, _FORMS)
         hint = f"did you mean {close}? It" if close else "it"

@@ -131,6 +131,7 @@ class PromptRenderer:
         namespace: Tenant; what was read for others is not remembered for it.
         prefix_text: What stands before the first chunk.
         prefix_ids: Its ids.
+        chat_template: What writes messages; None or "" for none.
         encoder: Gives the ids of every text.
         has_control: Says of a chunk's text, by something true, that it would be read as a control
             token in part, and is encoded as text therefore.
@@ -143,7 +144,9 @@ class PromptRenderer:
         self.encoder = TextEncoder.of(tokenizer)
         self._tokenizer = tokenizer = self.encoder.tokenizer
         self._arguments: dict[str, Any] = dict(template.chat_template_kwargs)
-        self._has_chat = bool(getattr(tokenizer, "chat_template", None))
+        if template.chat_template:
+            self._arguments["chat_template"] = template.chat_template
+        self.chat_template = template.chat_template or getattr(tokenizer, "chat_template", None)
         self._place = self._find_place()
         self._pin_date()
         self.prefix_text = self._split([], "?")[0]
@@ -154,7 +157,7 @@ class PromptRenderer:
         self._lock = new_lock()
         ids = self.encoder.encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
-        self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
+        self.prefix_ids = tuple(ids) if self.chat_template else (*self._leading_bos(ids), *ids)
 
     def in_namespace(self, namespace: str) -> Self:
         """The same for another tenant, who cannot tell by the time which texts were read before."""
@@ -294,7 +297,7 @@ class PromptRenderer:
         return lambda cover: self._written(_covered(turns, cover), _covered_tools(arguments, cover))
 
     def _written(self, turns: list[dict[str, Any]], arguments: ChatArguments | None = None) -> str:
-        if self._has_chat:
+        if self.chat_template:
             return self._apply(turns, arguments)
         lines = [
             f"{turn.get('role', 'user').capitalize()}: {turn.get('content', '')}" for turn in turns
@@ -321,7 +324,7 @@ class PromptRenderer:
             self._query_writer("c", said, answer) for said in ([], turns) for answer in (None, "e")
         ]
         writers += map(self._chat_writer, chats)
-        if self._has_chat:
+        if self.chat_template:
             probe = ChatArguments((PROBE_TOOL,))
             writers.append(self._query_writer("", [asked, *PROBE_CALL], None, probe))
             writers.append(self._chat_writer([asked, *PROBE_CALL], probe))
@@ -378,7 +381,7 @@ class PromptRenderer:
         return before, behind
 
     def _find_place(self) -> _Place | None:
-        if not self._has_chat:
+        if not self.chat_template:
             return None
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         refusals = []
@@ -451,7 +454,7 @@ class PromptRenderer:
 
     def _pin_date(self) -> None:
         """Write a fixed date into a chat template that prints today's."""
-        if self._place is None or "strftime_now" not in self._tokenizer.get_chat_template():
+        if self._place is None or "strftime_now" not in self._jinja():
             return
         probe = self._place([], "?")
         seen = []
@@ -471,8 +474,11 @@ class PromptRenderer:
     def _dated(self, day: datetime.date) -> str:
         # transformers turns functions among a template's variables into text, so the clock cannot
         # be handed in; its calls are replaced by what they would give.
-        text: str = self._tokenizer.get_chat_template()
-        return _CLOCK.sub(lambda found: json.dumps(day.strftime(found["format"])), text)
+        return _CLOCK.sub(lambda found: json.dumps(day.strftime(found["format"])), self._jinja())
+
+    def _jinja(self) -> str:
+        """The chat template, of a tokenizer that has several the one for chats."""
+        return str(self.template.chat_template or self._tokenizer.get_chat_template())
 
     def _leading_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The token that this tokenizer puts at the start by habit, unless it is there already."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from kvcache_rag.errors import InvalidInputError, check_name, check_settings
+from kvcache_rag.errors import InvalidInputError, NamedArguments, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ SpecialTokens: TypeAlias = Literal["text", "allow"]
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(NamedArguments):
     """One turn of a conversation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class PromptTemplate:
+class PromptTemplate(NamedArguments):
     """The parts of a prompt that are the same for every question.
 
     Attributes:
@@ -83,6 +83,7 @@ class PromptTemplate:
         special_tokens: What a literal such as `<|im_end|>` is in a document, a question or the
             history: "text", or "allow" for the control token that the tokenizer reads (only where
             every text can be trusted).
+        chat_template: Jinja chat template in place of the tokenizer's; None for that.
     """
 
     system: str = DEFAULT_SYSTEM
@@ -96,6 +97,7 @@ class PromptTemplate:
     template_date: datetime.date | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: SpecialTokens = "text"
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if self.special_tokens not in get_args(SpecialTokens):

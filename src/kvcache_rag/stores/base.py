@@ -23,6 +23,7 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
+    NamedArguments,
     UntrustedChunkError,
 )
 from kvcache_rag.forks import new_lock
@@ -94,7 +95,7 @@ class StoreStats:
     declined: int = 0
 
 
-class ChunkStore(ABC):
+class ChunkStore(NamedArguments, ABC):
     """Chunks by key.
 
     Every method may be called from any thread, and for stores on disk from any process.  Keys
@@ -238,7 +239,7 @@ class ChunkStore(ABC):
         """Note which model a spec belongs to, for people who look after the store; best effort."""
         del spec, namespace, description
 
-    def close(self) -> None:  # noqa: B027 - most stores have nothing to stop
+    def close(self) -> None:
         """Stop background threads; the store may still be used, without them."""
 
     @abstractmethod

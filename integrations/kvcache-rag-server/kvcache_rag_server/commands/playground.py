@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvcache_rag.commands.options import add_options, ready
+from kvcache_rag.commands.which_model import no_model
 from kvcache_rag_server.commands import serve
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     settings = serve.settings_of(arguments)
-    if serve.no_model(settings, "playground tiny"):
+    if no_model(settings.model, "playground tiny"):
         return serve.REFUSED
     serve.log_to_stderr("warning")
     ready(settings)

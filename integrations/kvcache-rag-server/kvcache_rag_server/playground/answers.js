@@ -1,5 +1,6 @@
-// The two answers side by side: text as it comes, first token, and what each cost.
+// The two answers: a bar each as long as its first token took, text as it comes, and what each cost.
 
+import { inWords, named } from "./dial.js";
 import { count, element, plural, seconds, times } from "./text.js";
 
 const ABOUT = 1.1; // a ratio of two times below which neither is sooner
@@ -33,24 +34,41 @@ function tiers(kvcache) {
 }
 
 export class AnswerCard {
-  constructor(card) {
+  constructor(card, lane) {
     const part = (name) => card.querySelector(`[data-part=${name}]`);
-    Object.assign(this, { card, ttft: part("ttft"), text: part("text"), figures: part("figures") });
-    this.policy = part("policy");
+    Object.assign(this, { card, text: part("text"), cut: part("cut"), figures: part("figures") });
+    Object.assign(this, { lane, ttft: lane.querySelector("b"), length: lane.querySelector(".length") });
+    this.names = [part("policy"), lane.querySelector(".name")];
     this.turn = 0;
     this.#figure({});
   }
 
+  get isFilled() {
+    return Boolean(this.text.textContent);
+  }
+
+  // The policy over the figures: what is asked for, until the answer says which one it was.
+  name(text) {
+    for (const one of this.names) one.textContent = text;
+  }
+
+  // Its bar, beside the longest, whose length is 1.
+  draw(share) {
+    this.length.style.width = `${100 * share}%`;
+  }
+
   // The answer, if there is one, belongs to something else than what is asked now.
   markStale() {
-    this.card.classList.toggle("stale", Boolean(this.text.textContent));
+    for (const one of [this.card, this.lane]) one.classList.toggle("stale", this.isFilled);
   }
 
   clear() {
     this.ttft.textContent = "–";
     this.text.textContent = "";
+    this.cut.hidden = true;
+    this.draw(0);
     this.#figure({});
-    this.card.classList.remove("stale");
+    for (const one of [this.card, this.lane]) one.classList.remove("stale");
   }
 
   // The same text, with the words marked that the other answer does not have; text nodes, never markup.
@@ -63,7 +81,7 @@ export class AnswerCard {
     this.clear();
     this.ttft.textContent = "…";
     this.text.setAttribute("aria-busy", "true");
-    this.card.classList.add("running");
+    for (const one of [this.card, this.lane]) one.classList.add("running");
     this.turn += 1;
     return this.turn;
   }
@@ -85,14 +103,17 @@ export class AnswerCard {
   }
 
   #end(found) {
-    this.ttft.textContent = seconds(found.kvcache?.ttft ?? found.firstPiece);
+    this.ttft.textContent = seconds(ttftOf(found));
+    if (found.kvcache?.policy) this.name(inWords(named(found.kvcache.policy)));
     if (!found.text) this.text.textContent = "(an empty answer)";
+    this.cut.textContent = cutIn(found);
+    this.cut.hidden = !this.cut.textContent;
     this.#figure(found);
   }
 
   #stop() {
     this.text.setAttribute("aria-busy", "false");
-    this.card.classList.remove("running");
+    for (const one of [this.card, this.lane]) one.classList.remove("running");
     if (this.ttft.textContent === "…") this.ttft.textContent = "–";
   }
 
@@ -102,6 +123,27 @@ export class AnswerCard {
       this.figures.append(element("dt", "", name), element("dd", "", read(found) ?? "–"));
     }
   }
+}
+
+const ttftOf = (found) => found.kvcache?.ttft ?? found.firstPiece;
+
+// Said where an answer stops because it may not be longer.
+function cutIn({ isCut, usage }) {
+  if (!isCut) return "";
+  const tokens = usage?.completion_tokens;
+  return tokens ? `Cut after ${plural(tokens, "token")}; the model had more to say.` : "Cut; the model had more to say.";
+}
+
+// Both bars on one scale.
+export function race(cards, answers) {
+  const longest = Math.max(...Object.values(answers).map(ttftOf));
+  for (const [side, found] of Object.entries(answers)) cards[side].draw(longest ? ttftOf(found) / longest : 0);
+}
+
+// "Best last 20 % against full prefill", of the policies that answered.
+export function heading(full, stitched) {
+  const [one, other] = [full, stitched].map(({ kvcache }) => inWords(named(kvcache.policy)));
+  return one === other ? `${one}, twice` : `${other} against ${one.toLowerCase()}`;
 }
 
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
@@ -124,7 +166,7 @@ export function verdict(full, stitched) {
 
 // Whether both answers say the same, and else what either has that the other has not.
 export function agreement({ same, full, stitched }) {
-  if (same) return "Both answers have the same words.";
+  if (same) return "Same answer.";
   return `The answers differ: full prefill has ${differing(full)}, the stitched answer ${differing(stitched)}.`;
 }
 

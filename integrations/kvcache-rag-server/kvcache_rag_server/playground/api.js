@@ -62,11 +62,11 @@ async function* events(response) {
 }
 
 // Stream one answer; `onPiece(text)` gets what is new. Resolves to
-// {text, usage, kvcache, firstPiece, total}, times in seconds as this page saw them.
+// {text, usage, kvcache, isCut, firstPiece, total}, times in seconds as this page saw them.
 export async function streamAnswer(path, body, { signal, onPiece }) {
   const started = performance.now();
   const since = () => (performance.now() - started) / 1000;
-  const found = { text: "", usage: null, kvcache: null, firstPiece: null };
+  const found = { text: "", usage: null, kvcache: null, isCut: false, firstPiece: null };
   const response = await request(path, { ...body, stream: true }, signal);
   let ended = false;
   for await (const data of events(response)) {
@@ -82,6 +82,7 @@ export async function streamAnswer(path, body, { signal, onPiece }) {
       found.text += piece;
       onPiece(piece);
     }
+    found.isCut ||= chunk.choices?.[0]?.finish_reason === "length";
     for (const part of ["usage", "kvcache"]) found[part] = chunk[part] ?? found[part];
   }
   if (!ended) throw new Error("The answer broke off; ask again.");

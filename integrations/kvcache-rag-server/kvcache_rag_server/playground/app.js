@@ -1,11 +1,11 @@
 // The playground: asks twice, shows both answers and what became of every token.
 
 import { apiKey, getJson, postJson, setApiKey, streamAnswer } from "./api.js";
-import { AnswerCard, agreement, stitchedOf, verdict, warmth } from "./answers.js";
-import { Dial, inWords } from "./dial.js";
+import { AnswerCard, agreement, heading, race, stitchedOf, verdict, warmth } from "./answers.js";
+import { Dial, inWords, named } from "./dial.js";
 import { Documents } from "./documents.js";
 import { chunksOf } from "./files.js";
-import { Costs, Ratios } from "./measured.js";
+import { Costs } from "./measured.js";
 import { PromptView } from "./prompt.js";
 import { ARTICLES, FACTS } from "./samples.js";
 import { count, plural } from "./text.js";
@@ -14,14 +14,17 @@ const DEBOUNCE = 200; // milliseconds between the last touch of the dial and wha
 const MOST_TOKENS = 64; // of an answer
 const MOST_LETTERS = 6; // of a token, on average: beyond, documents are certainly too long
 const OWN = "own"; // what is chosen of the samples once something of one was changed
+const NOTHING_YET = "Full prefill and cached chunks"; // the heading before anything was answered
 const NO_DOCUMENTS = "There are no documents, so nothing is stitched.";
 
 const by = (id) => document.getElementById(id);
-const cards = { full: new AnswerCard(by("full")), stitched: new AnswerCard(by("stitched")) };
+const cards = {
+  full: new AnswerCard(by("full"), by("full-lane")),
+  stitched: new AnswerCard(by("stitched"), by("stitched-lane")),
+};
 const view = new PromptView({ spans: by("spans"), legend: by("legend"), bar: by("bar"), readout: by("readout") });
 const documents = new Documents(by("documents"), changed);
 const dial = new Dial(by("policy"), by("amount"), by("amount-name"), by("amount-value"), turned);
-const ratios = new Ratios({ value: by("ratio"), note: by("ratio-note"), marks: by("marks") });
 const costs = new Costs({ rows: by("costs"), said: by("cost") });
 const state = { model: "", window: null, full: null, asking: "", asked: null, running: null, timer: 0, config: {}, samples: [] };
 
@@ -114,11 +117,14 @@ async function ask(signal) {
   state.full = state.asked = null;
   state.asking = JSON.stringify(asked);
   for (const id of ["warmth", "agreement"]) by(id).textContent = "";
+  by("answers-title").textContent = NOTHING_YET;
   by("verdict").textContent = "Full prefill answers first …";
   measureOver(asked.documents);
   cards.stitched.clear();
+  cards.stitched.name(inWords(dial.text));
   by("answers").scrollIntoView({ block: "nearest" });
   state.full = await stream(cards.full, asked, "full", signal);
+  race(cards, { full: state.full });
   costs.answered("full", state.full.kvcache?.ttft);
   state.asked = asked;
   by("verdict").textContent = "… now from stitched chunks.";
@@ -131,16 +137,19 @@ async function ask(signal) {
 async function stitched(asked, signal) {
   const policy = dial.text;
   by("agreement").textContent = "";
+  by("answers-title").textContent = NOTHING_YET;
   if (state.full.text) cards.full.mark([{ text: state.full.text, differs: false }]);
-  cards.stitched.policy.textContent = inWords(policy);
+  cards.stitched.name(inWords(policy));
   const before = await explain(asked, peeking(), signal);
   const found = await stream(cards.stitched, asked, policy, signal);
+  race(cards, { full: state.full, stitched: found });
+  by("answers-title").textContent = heading(state.full, found);
   by("verdict").textContent = verdict(state.full, found);
   by("warmth").textContent = warmth(found.kvcache);
   await compare(found, signal);
-  const isWarm = measured(policy, asked, found.kvcache);
+  const isWarm = measured(found.kvcache);
   const after = await explain(asked, policy, signal);
-  show(policy, after, isWarm ? new Set() : fresh(before));
+  show(after, isWarm ? new Set() : fresh(before));
   return policy;
 }
 
@@ -152,40 +161,32 @@ async function compare(found, signal) {
   for (const side of ["full", "stitched"]) cards[side].mark(compared[side]);
 }
 
-// What an answer says of its policy; whether all its chunks were cached.
-function measured(policy, { question }, kvcache) {
+// What an answer cost; whether all its chunks were cached, else its time is that of a prefill.
+function measured(kvcache) {
   const { cached, computed } = stitchedOf(kvcache);
-  const [isWarm, ttft] = [!computed, kvcache.ttft];
-  if ((cached || computed) && ttft) {
-    ratios.add(policy, { full: state.full.kvcache.ttft, stitched: ttft, isWarm, question });
-    if (isWarm) costs.answered(policy, ttft); // else it is the time of a prefill
-  }
-  ratios.show(dial.text);
-  return isWarm;
+  if (cached && !computed) costs.answered(named(kvcache.policy), kvcache.ttft);
+  return !computed;
 }
 
 // Times and counts of other documents are put aside.
 function measureOver(texts) {
-  for (const measure of [ratios, costs]) {
-    measure.begin(JSON.stringify(texts));
-    measure.show(dial.text);
-  }
+  costs.begin(JSON.stringify(texts));
+  costs.show(dial.text);
 }
 
 // What is known of the dial's position without asking anybody.
 function showPosition() {
-  by("against").textContent = dial.chosen.name;
   by("warning").textContent = state.config.warnings?.[dial.chosen.id] ?? "";
   by("warning").hidden = !by("warning").textContent;
-  ratios.show(dial.text);
   costs.show(dial.text);
+  if (!cards.stitched.isFilled) cards.stitched.name(inWords(dial.text));
 }
 
-function show(policy, explained, looked = new Set()) {
+function show(explained, looked = new Set()) {
   view.show(explained, looked);
-  costs.explained(policy, explained);
+  costs.explained(named(explained.policy), explained);
   costs.show(dial.text);
-  note(told(policy, explained));
+  note(told(explained));
 }
 
 // Numbers of the chunks that would be prefilled.
@@ -203,21 +204,19 @@ function turned() {
 }
 
 async function again(signal) {
-  const asked = state.asked;
-  const policy = dial.text;
-  show(policy, await explain(asked, policy, signal));
+  const { asked } = state;
+  show(await explain(asked, dial.text, signal));
   await stitched(asked, signal);
 }
 
 async function look(signal) {
   const asked = state.asked ?? asks();
   if (!asked.question) return;
-  const policy = dial.text;
-  const explained = await explain(asked, policy, signal);
+  const explained = await explain(asked, dial.text, signal);
   // Who chooses tokens has to look at the chunks, so those that were missing are there now.
   const looked = explained.recomputed_tokens ? fresh(explained) : new Set();
-  show(policy, explained, looked);
-  if (looked.size) note(`${told(policy, explained)} ${looked.size} of the chunks were prefilled just now, to choose from them.`);
+  show(explained, looked);
+  if (looked.size) note(`${told(explained)} ${looked.size} of the chunks were prefilled just now, to choose from them.`);
 }
 
 // What the cache holds of the documents; computes nothing.
@@ -227,7 +226,7 @@ async function peek(signal) {
   if (!asked.question) return note("The prompt is shown once there are a question and its documents.");
   const explained = await explain(asked, peeking(), signal);
   const missing = fresh(explained).size;
-  show(peeking(), explained);
+  show(explained);
   if (!hasChunks(explained)) return;
   note(
     missing
@@ -238,13 +237,14 @@ async function peek(signal) {
 
 const hasChunks = ({ spans }) => spans.some((span) => span.kind === "chunk");
 
-function told(policy, explained) {
+function told(explained) {
+  const policy = inWords(named(explained.policy));
   const { gate, recomputed_tokens: again, fresh_tokens: withIt, tokens, query_tokens: query } = explained;
   if (!hasChunks(explained)) return NO_DOCUMENTS;
   if (gate) return `The gate: ${gate}.`;
-  if (tokens[0]?.state === "computed") return `${inWords(policy)}: everything is computed.`;
-  if (withIt) return `${inWords(policy)}: ${count(withIt)} of ${plural(tokens.length - query, "token")} before the question are computed with it.`;
-  return `${inWords(policy)}: ${count(again)} of ${plural(tokens.length - query, "token")} before the question are computed again.`;
+  if (tokens[0]?.state === "computed") return `${policy}: everything is computed.`;
+  if (withIt) return `${policy}: ${count(withIt)} of ${plural(tokens.length - query, "token")} before the question are computed with it.`;
+  return `${policy}: ${count(again)} of ${plural(tokens.length - query, "token")} before the question are computed again.`;
 }
 
 function note(text) {

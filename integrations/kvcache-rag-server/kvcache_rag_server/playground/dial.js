@@ -24,8 +24,19 @@ const option = ({ name }, says) => `${name} – ${says}`;
 // A policy as the server reads it, such as "cacheblend:0.3", in words: "CacheBlend 30 %".
 export function inWords(text) {
   const [id, amount] = text.split(":");
-  const { name, slider } = policyOf(id);
+  const { name, slider } = policyOf(id) ?? { name: text };
   return slider ? `${name} ${slider.say(Math.round(Number(amount) * slider.parts))}` : name;
+}
+
+// A policy as an answer says it, such as "CacheBlend(ratio=0.3, …)", as the server reads it; one
+// that is not on this dial stays as it is.
+export function named(said) {
+  const [name] = said.split("(");
+  let id = name === "FullRecompute" ? "full" : name.toLowerCase();
+  if (id === "reuse" && said.includes("composite")) id = "composite";
+  if (!policyOf(id)?.slider) return policyOf(id) ? id : said;
+  const [, amount] = said.match(/\b(?:share|ratio|tokens)=([\d.e-]+)/) ?? [];
+  return amount === undefined ? said : `${id}:${Number(amount)}`;
 }
 
 export class Dial {

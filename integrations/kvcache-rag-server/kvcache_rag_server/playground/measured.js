@@ -1,69 +1,21 @@
-// What was measured here: ratios of times to first tokens, and what each position of the dial costs.
+// What each position of the dial costs, as it was measured here.
 
 import { inWords } from "./dial.js";
 import { count, element, median, plural, seconds, times } from "./text.js";
 
-const MOST = 10; // questions
-
-// What belongs to the documents of now: others have other ratios, and cost something else.
-class OverDocuments {
+// Tokens computed again and times to first tokens, by position of the dial; what belongs to the
+// documents of now, as others cost something else.
+export class Costs {
   found = new Map(); // by the dial's position
   #key = null;
+
+  constructor({ rows, said }) {
+    Object.assign(this, { rows, said });
+  }
 
   begin(key) {
     if (key !== this.#key) this.found.clear();
     this.#key = key;
-  }
-}
-
-// Full prefill's time to the first token over the stitched answer's, of the last questions of each policy.
-export class Ratios extends OverDocuments {
-  constructor({ value, note, marks }) {
-    super();
-    Object.assign(this, { value, note, marks });
-  }
-
-  add(policy, { full, stitched, isWarm, question }) {
-    const before = this.found.get(policy) ?? [];
-    this.found.set(policy, [...before, { ratio: full / stitched, isWarm, question }].slice(-MOST));
-  }
-
-  show(policy) {
-    const found = this.found.get(policy) ?? [];
-    const warm = found.filter((one) => one.isWarm);
-    this.value.textContent = warm.length ? times(median(warm.map((one) => one.ratio))) : "–";
-    this.note.textContent = this.#told(policy, warm.length, found.length - warm.length);
-    const top = Math.max(2, ...found.map((one) => one.ratio));
-    this.marks.replaceChildren(...found.map((one) => this.#mark(one, top)));
-  }
-
-  #told(policy, warm, cold) {
-    if (!warm && !cold) return `No question about these documents was answered by ${inWords(policy)} yet.`;
-    const rings = cold ? `${plural(cold, "ring")}: chunks were prefilled first.` : "";
-    if (!warm) return `${rings} Ask again to see a ratio.`;
-    const much = `median of ${plural(warm, "answer")}, all chunks cached.`;
-    return `Full prefill's time to the first token over that of ${inWords(policy)}: ${much} ${rings}`.trim();
-  }
-
-  // As high as its ratio; its number stands below it.
-  #mark({ ratio, isWarm, question }, top) {
-    const mark = element("li", isWarm ? "mark" : "mark cold");
-    const dot = element("span", "dot");
-    dot.style.bottom = `${(100 * ratio) / top}%`;
-    const track = element("span", "track");
-    track.append(dot);
-    mark.append(track, element("span", "times", times(ratio).slice(0, -1)));
-    mark.append(element("span", "unseen", ` times${isWarm ? "" : ", chunks prefilled first"}: ${question}`));
-    mark.title = question;
-    return mark;
-  }
-}
-
-// Tokens computed again and times to first tokens, by position of the dial.
-export class Costs extends OverDocuments {
-  constructor({ rows, said }) {
-    super();
-    Object.assign(this, { rows, said });
   }
 
   #of(policy) {
@@ -99,13 +51,20 @@ export class Costs extends OverDocuments {
     return `${again}; first token after ${seconds(median(ttfts))} on this machine (${answers}).`;
   }
 
+  // How many times sooner than full prefill its first tokens came.
+  #sooner(policy, ttfts) {
+    const full = this.found.get("full").ttfts;
+    return policy !== "full" && full.length && ttfts.length ? times(median(full) / median(ttfts)) : "–";
+  }
+
   #row(policy, { tokens, ttfts }, isNow) {
     const row = element("tr");
     if (isNow) row.setAttribute("aria-current", "true");
     const head = element("th", "", inWords(policy));
     head.scope = "row";
     const time = ttfts.length ? `${seconds(median(ttfts))} (${ttfts.length})` : "–";
-    row.append(head, element("td", "", count(tokens)), element("td", "", time));
+    const cells = [count(tokens), time, this.#sooner(policy, ttfts)];
+    row.append(head, ...cells.map((text) => element("td", "", text)));
     return row;
   }
 }

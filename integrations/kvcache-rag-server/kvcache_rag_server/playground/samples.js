@@ -84,7 +84,7 @@ export const ARTICLES = [
     documents: [4, 2, 6, 0].map((index) => HANDBOOK[index]),
   },
   {
-    name: "Where reuse may answer worse (move the dial)",
+    name: "Where reuse may fail (move the dial)",
     question: "How heavy is the weight of the clock?",
     documents: [1, 3, 5, 7, 0, 2, 4, 6].map((index) => HANDBOOK[index]),
     policy: "reuse",

@@ -18,11 +18,12 @@ from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.settings import Settings
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import NamedArguments
 from llama_index.kvcache_rag.chat_memory import new_memory
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse, aspeak, speak
 from llama_index.kvcache_rag.defaults import kv_llm
-from llama_index.kvcache_rag.options import of_retriever
-from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
+from llama_index.kvcache_rag.options import of_retriever, refuse_others
+from llama_index.kvcache_rag.synthesizer import FURTHER, KVCacheSynthesizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 
-class KVCacheChatEngine(CondensePlusContextChatEngine):
+class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
     """Condenses the question, retrieves, and answers from the stored KV of the chunks.
 
     Every prompt is the engine's instruction, the chunks, the history and the question, in this
@@ -136,6 +137,8 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an option of the stock engine is
                 given that caches cannot serve.
         """
+        makers = (cls.from_defaults, KVCacheSynthesizer)
+        refuse_others(options, cls, *makers, known=FURTHER)
         if options.get("output_cls") is not None:
             raise InvalidInputError(
                 "a chat answers in text; leave output_cls out, or give it to a KVCacheQueryEngine"
@@ -188,6 +191,8 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
                 `filters`, may also stand among `options`.
             options: As for `from_defaults`.
         """
+        makers = (cls.from_index, cls.from_defaults, KVCacheSynthesizer)
+        refuse_others(options, cls, *makers, known=FURTHER)
         found = {**(retriever_kwargs or {}), **of_retriever(options)}
         retriever = index.as_retriever(similarity_top_k=similarity_top_k, **found)
         return cls.from_defaults(retriever, llm, **options)

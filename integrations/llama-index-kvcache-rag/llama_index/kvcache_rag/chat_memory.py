@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.memory import ChatMemoryBuffer
 
-from kvcache_rag import ContextTooLongError
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.integration import is_remote
 
 if TYPE_CHECKING:

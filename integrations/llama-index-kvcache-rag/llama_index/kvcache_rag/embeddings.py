@@ -5,10 +5,11 @@ from __future__ import annotations
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
 
+from kvcache_rag.errors import NamedArguments
 from kvcache_rag.integration import hash_vector
 
 
-class HashEmbedding(BaseEmbedding):
+class HashEmbedding(NamedArguments, BaseEmbedding):
     """Words and their character n-grams, hashed into a vector of length one.
 
     Literal matches are found, synonyms are not; the same text gives the same vector everywhere.

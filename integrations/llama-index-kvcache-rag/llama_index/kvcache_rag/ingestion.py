@@ -10,7 +10,8 @@ from llama_index.core.bridge.pydantic import SerializeAsAny  # noqa: TC002  # as
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.core.settings import Settings
 
-from kvcache_rag import cancellable
+from kvcache_rag.errors import NamedArguments
+from kvcache_rag.generation import cancellable
 from kvcache_rag.integration import beside, standing, written
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
+    from typing_extensions import Self
 
-class KVCachePrefill(TransformComponent):
+
+class KVCachePrefill(NamedArguments, TransformComponent):
     """`KVCacheLLM.prefill` as the last transformation of an `IngestionPipeline` or an index.
 
         steps = [SentenceSplitter(), KVCachePrefill(llm=llm, embed_model=embedding)]
@@ -54,6 +57,12 @@ class KVCachePrefill(TransformComponent):
         if isinstance(llm, KVCacheLLM):
             data["chunks"] = written([llm.to_dict(), llm.chunks_of])
         return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
+        """What `to_dict` wrote; whose chunks are computed shows in the LLM."""
+        told = {name: one for name, one in data.items() if name != "chunks"}
+        return super().from_dict(told, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.llm is not None:

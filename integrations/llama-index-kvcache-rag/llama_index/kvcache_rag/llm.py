@@ -38,8 +38,9 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 
-from kvcache_rag import InvalidInputError, cancellable
+from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import expanded
+from kvcache_rag.generation import cancellable
 from kvcache_rag.integration import (
     ConversationForms,
     EngineOptions,
@@ -53,7 +54,7 @@ from kvcache_rag.integration import (
     refuse_unknown,
     rendered,
 )
-from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
+from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine, refuse_without_model
 from llama_index.kvcache_rag.matching import Ask, watch, writing
 from llama_index.kvcache_rag.options import ending_with, plain, turn
 from llama_index.kvcache_rag.prefilling import prefill_nodes
@@ -88,7 +89,9 @@ if TYPE_CHECKING:
     from llama_index.core.types import TokenAsyncGen, TokenGen
     from typing_extensions import Self
 
-    from kvcache_rag import ChunkKey, Engine, ReusePolicy
+    from kvcache_rag import Engine
+    from kvcache_rag.kv import ChunkKey
+    from kvcache_rag.policies import ReusePolicy
 
 
 # What an LLM of LlamaIndex has where its user wrote no form of his own.
@@ -187,8 +190,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
                 those of every LlamaIndex LLM.
 
         Raises:
-            InvalidInputError: If an argument is unknown or cannot be used, or `engine` comes with
-                what only a new engine could use.
+            InvalidInputError: If an argument is unknown or cannot be used, nothing says which model
+                answers, or `engine` comes with what only a new engine could use.
         """
         fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
         own = ("engine", "model", "tokenizer", "policy")
@@ -207,6 +210,8 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             raise first_problem(error.errors()) from error
         if engine is not None:
             refuse_beside_engine(self, model=model, tokenizer=tokenizer, base_url=self.base_url)
+        else:
+            refuse_without_model(self, model=model, tokenizer=tokenizer)
         self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
         self._given = (model, tokenizer)
         if self.generate_kwargs and self.base_url is None:  # a server checks what it is told

@@ -14,7 +14,8 @@ from kvcache_rag.integration import (
 )
 
 if TYPE_CHECKING:
-    from kvcache_rag import Engine, ReusePolicy
+    from kvcache_rag import Engine
+    from kvcache_rag.policies import ReusePolicy
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 # Of a new engine, as `open_engine` takes them.
@@ -48,17 +49,11 @@ def load_engine(
             prefills for it; and what it cuts chunks behind (`EngineSettings.open_engine`).
 
     Raises:
-        InvalidInputError: If it is not said which model, or it cannot be loaded; with a `base_url`,
-            if something is said that a server is not told.
+        InvalidInputError: If the model cannot be loaded; with a `base_url`, if something is said
+            that a server is not told.
     """
     if llm.base_url is not None:
         return _remote(llm, model=model, tokenizer=tokenizer, template=llm.template)
-    if model is None and not llm.model_name:
-        raise InvalidInputError(
-            "KVCacheLLM needs model_name=, model= and tokenizer=, base_url= or engine="
-        )
-    if model is not None and tokenizer is None:
-        raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
     settings = {name: getattr(llm, name) for name in _SETTINGS}
     if policy is not None:
         settings["auxiliary"] = settings["auxiliary"] or policy.auxiliary
@@ -68,6 +63,23 @@ def load_engine(
         policy=policy,
         **settings,
     )
+
+
+def refuse_without_model(llm: KVCacheLLM, *, model: Any, tokenizer: Any) -> None:
+    """Refuse settings of which no engine can be made.
+
+    Raises:
+        InvalidInputError: If it is not said what answers.
+    """
+    if llm.base_url is not None:
+        return
+    if model is None and not llm.model_name:
+        raise InvalidInputError(
+            'KVCacheLLM needs a model: give model_name= (such as "smollm2"), model= and '
+            "tokenizer=, base_url= or engine="
+        )
+    if model is not None and tokenizer is None:
+        raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
 
 
 def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from llama_index.core.base.llms.types import CompletionResponse
 
-    from kvcache_rag import Engine, StoredChunk
+    from kvcache_rag import Engine
+    from kvcache_rag.generation import StoredChunk
     from kvcache_rag.integration import FoundText
     from llama_index.kvcache_rag.llm import KVCacheLLM
     from llama_index.kvcache_rag.responses import Prompt

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.types import MessageRole
 
+from kvcache_rag.errors import arguments_of, refuse_unknown
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from llama_index.core.base.llms.types import ChatMessage
 
@@ -28,6 +30,24 @@ _OF_RETRIEVERS: Final = (
     "vector_store_kwargs",
     "vector_store_query_mode",
 )
+
+
+def refuse_others(
+    options: Mapping[str, Any], kind: type, *makers: Callable[..., Any], known: Iterable[str] = ()
+) -> None:
+    """Refuse options that nobody takes to whom they are handed on.
+
+    Args:
+        options: Of a method that makes an engine.
+        kind: The engine.
+        makers: These methods, one calling the next, and what the last of them makes.
+        known: What is taken besides their arguments.
+
+    Raises:
+        InvalidInputError: If one is unknown.
+    """
+    taken = {*arguments_of(*makers), *_OF_RETRIEVERS, *known}
+    refuse_unknown(options, taken, f"argument of {kind.__name__}")
 
 
 def turn(message: ChatMessage) -> dict[str, str]:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from llama_index.core.schema import BaseNode
 
-    from kvcache_rag import ChunkKey, Engine
+    from kvcache_rag import Engine
     from kvcache_rag.integration import NewRow, Row
+    from kvcache_rag.kv import ChunkKey
 
 CONTENT_KEY = "_node_content"
 

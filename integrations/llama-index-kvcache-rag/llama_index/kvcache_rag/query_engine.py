@@ -11,12 +11,13 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.settings import Settings
 
 from kvcache_rag import InvalidInputError
-from llama_index.kvcache_rag.options import of_retriever
-from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
+from kvcache_rag.errors import NamedArguments
+from llama_index.kvcache_rag.options import of_retriever, refuse_others
+from llama_index.kvcache_rag.synthesizer import FURTHER, KVCacheSynthesizer
 from llama_index.kvcache_rag.vector_store import KVCacheVectorStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     from llama_index.core.base.base_retriever import BaseRetriever
@@ -37,9 +38,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_async": (False, True),
     "verbose": (False, True),
 }
+# What it has for these, `PromptTemplate` says here.
+_TEMPLATES = (
+    *("refine_template", "summary_template", "simple_template"),
+    *("chat_content_qa_template", "chat_content_refine_template"),
+)
 
 
-class KVCacheQueryEngine(RetrieverQueryEngine):
+class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
     """Retrieves nodes and answers from the stored KV of their chunks.
 
     `query`, `aquery` and streaming work as in every LlamaIndex query engine, and so does everything
@@ -73,6 +79,7 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
             InvalidInputError: If an option of the stock engine is asked for that caches cannot
                 serve.
         """
+        cls._refuse_others(options, cls.from_args)
         for name, values in _HARMLESS.items():
             if options.pop(name, values[0]) not in values:
                 allowed = " or ".join(map(repr, values))
@@ -104,6 +111,7 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
                 `filters`, may also stand among `options`.
             options: As for `from_args`.
         """
+        cls._refuse_others(options, cls.from_index, cls.from_args)
         found = {**(retriever_kwargs or {}), **of_retriever(options)}
         retriever = index.as_retriever(similarity_top_k=similarity_top_k, **found)
         return cls.from_args(retriever, llm, **options)
@@ -140,6 +148,7 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
         """
         import chromadb
 
+        cls._refuse_others(options, cls.from_documents, cls.from_index, cls.from_args)
         place: dict[str, Any] = {"persist_dir": persist_dir}
         if persist_dir is None:
             # Collections in memory are shared by the whole process, so this one gets a name of its
@@ -159,12 +168,15 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
         store.delete_documents([document.doc_id for document in documents], keep=written)
         return cls.from_index(index, llm, **options)
 
+    @classmethod
+    def _refuse_others(cls, options: dict[str, Any], *makers: Callable[..., Any]) -> None:
+        known = (*FURTHER, *_HARMLESS, *_TEMPLATES)
+        refuse_others(options, cls, *makers, KVCacheSynthesizer, known=known)
+
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """Options without those of the stock engine that were left at None."""
-    stock = ("refine_template", "summary_template", "simple_template")
-    chat = ("chat_content_qa_template", "chat_content_refine_template")
-    for name in (*stock, *chat):
+    for name in _TEMPLATES:
         if options.pop(name, None) is not None:
             raise InvalidInputError(
                 f"{name} has no use here: the engine's PromptTemplate says how prompts are written"

@@ -17,7 +17,8 @@ from kvcache_rag.integration import REFERENCE_KEYS, Reference, Shown, check_unic
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag import Engine, StoredChunk
+    from kvcache_rag import Engine
+    from kvcache_rag.generation import StoredChunk
     from kvcache_rag.integration import MetadataWatch
 
 

@@ -11,12 +11,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 
-from kvcache_rag import AsyncAnswerStream, ContextTooLongError
+from kvcache_rag.errors import ContextTooLongError
+from kvcache_rag.generation import AsyncAnswerStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcache_rag import Answer, AnswerStream, Engine, ReusePolicy, StoredChunk
+    from kvcache_rag import Answer, Engine
+    from kvcache_rag.generation import AnswerStream, StoredChunk
+    from kvcache_rag.policies import ReusePolicy
 
 
 @dataclass(frozen=True)

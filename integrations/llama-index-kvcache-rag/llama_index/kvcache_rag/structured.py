@@ -27,7 +27,8 @@ from llama_index.core.types import Model, PydanticProgramMode
 from llama_index.core.vector_stores.types import VectorStoreQuerySpec
 from pydantic_core import from_json
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import json_grammar
 from llama_index.kvcache_rag.matching import told
 

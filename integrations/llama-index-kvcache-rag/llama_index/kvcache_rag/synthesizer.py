@@ -24,6 +24,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError, Metrics
+from kvcache_rag.errors import arguments_of
 from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, scores_by_step
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm_with_class
@@ -51,11 +52,12 @@ if TYPE_CHECKING:
     from llama_index.core.types import RESPONSE_TEXT_TYPE
     from typing_extensions import Self
 
-    from kvcache_rag import ReusePolicy
+    from kvcache_rag.policies import ReusePolicy
 
 dispatcher = get_dispatcher(__name__)
 
-_OPTIONS: Final = ("callback_manager", "empty_response", "prompt_helper", "chat_prompt_helper")
+FURTHER: Final = ("callback_manager", "empty_response", "prompt_helper", "chat_prompt_helper")
+"""What a synthesizer takes as every one of LlamaIndex does."""
 # Those that the base class takes: that of chats came with llama-index-core 0.14.22.
 _HELPERS: Final = {
     name: helper
@@ -108,7 +110,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
             MissingExtraError: If `output_cls` needs llguidance, which is not installed.
         """
-        known = {*_OPTIONS, *signature(KVCacheSynthesizer).parameters} - {"options"}
+        known = {*FURTHER, *arguments_of(KVCacheSynthesizer)}
         refuse_unknown(options, known, "argument of KVCacheSynthesizer")
         if multimodal:
             raise InvalidInputError("KVCacheSynthesizer reads text only; leave multimodal out")

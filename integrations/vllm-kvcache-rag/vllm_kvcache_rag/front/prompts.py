@@ -120,8 +120,7 @@ def _params(
     policy = Reuse() if policy is None else policy
     if not isinstance(policy, Reuse) and not policy.is_full:
         raise InvalidInputError(
-            f"{policy!r} recomputes tokens, which vLLM does not; ask for reordered, composite or "
-            "full"
+            f"{policy!r} recomputes tokens, which vLLM does not; ask for reuse, composite or full"
         )
     if policy.is_full or not chunks:
         return None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag_lab.evaluation.cost.speed import DEVICE, FILES, FULL, MEMORY
-from kvcache_rag_lab.evaluation.report import check_plot, figure_class, plain_panel, save_plot
+from kvcache_rag_lab.evaluation.report import (
+    TEXT,
+    check_plot,
+    new_figure,
+    plain_panel,
+    save_plot,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +26,9 @@ _LOOKS: Final = {
     DEVICE: ("#009E73", "D", "chunks in the GPU's memory"),
 }
 _GREY: Final = "#777777"
+
+_LETTERS: Final = 48
+"""Of a line of the title."""
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
@@ -36,19 +46,18 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
     contexts = report["speed"]["contexts"]
     recurrence = (report["corpus"] or {}).get("recurrence")
     count = 3 if recurrence else 2
-    figure = figure_class()(figsize=(4.6 * count, 3.8), layout="constrained")
-    panels = figure.subplots(1, count)
+    figure = new_figure(3.2 * count + 0.4)
+    panels = figure.subplots(count)
     _first_tokens(panels[0], contexts)
     _gains(panels[1], contexts)
     if recurrence:
         _hottest(panels[2], recurrence)
     for panel in panels:
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=TEXT)
         plain_panel(panel)
     model = report["model"]
-    figure.suptitle(
-        f"{model['name']}, {model['dtype']}: {report['machine']['machine']}", fontsize=9
-    )
+    title = f"{model['name']}, {model['dtype']}: {report['machine']['machine']}"
+    figure.suptitle(fill(title, _LETTERS), fontsize=TEXT)
     save_plot(figure, file, "bench")
 
 
@@ -72,7 +81,7 @@ def _first_tokens(panel: Any, contexts: Sequence[Mapping[str, Any]]) -> None:
             label=label,
         )
     panel.set_yscale("log")
-    panel.set_ylabel("seconds to the first token\n(median, fastest to p95)", fontsize=9)
+    panel.set_ylabel("seconds to the first token\n(median, fastest to p95)", fontsize=TEXT)
     _by_context(panel, contexts)
 
 
@@ -100,7 +109,7 @@ def _gains(panel: Any, contexts: Sequence[Mapping[str, Any]]) -> None:
         )
     panel.axhline(1, color=_GREY, linewidth=0.8, linestyle="--")
     panel.set_yscale("log")
-    panel.set_ylabel("times sooner than full prefill", fontsize=9)
+    panel.set_ylabel("times sooner than full prefill", fontsize=TEXT)
     _by_context(panel, contexts)
 
 
@@ -113,7 +122,7 @@ def _by_context(panel: Any, contexts: Sequence[Mapping[str, Any]]) -> None:
     panel.minorticks_off()
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("tokens of context", fontsize=9)
+    panel.set_xlabel("tokens of context", fontsize=TEXT)
 
 
 def _hottest(panel: Any, recurrence: Mapping[str, Any]) -> None:
@@ -127,5 +136,5 @@ def _hottest(panel: Any, recurrence: Mapping[str, Any]) -> None:
         panel.plot(places, values, color=colour, linestyle=style, label=label)
     panel.set_xlim(0, 100)
     panel.set_ylim(0, 100)
-    panel.set_xlabel("chunks asked for most, %", fontsize=9)
-    panel.set_ylabel("share of what is retrieved, %", fontsize=9)
+    panel.set_xlabel("chunks asked for most, %", fontsize=TEXT)
+    panel.set_ylabel("share of what is retrieved, %", fontsize=TEXT)

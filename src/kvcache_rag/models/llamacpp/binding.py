@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 # ggml's numbers of types.
 CACHE_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 30}
 
-# Tokens of one call at most, and those of them that are computed together.
-_BATCH, _MICRO_BATCH = 2048, 512
+# Tokens of one call at most.
+_BATCH = 2048
+# Of them those that are computed together.  A CPU is no faster with more, and their attention takes
+# memory: tokens x cells x heads x 4 bytes.
+_MICRO_BATCH, _MICRO_BATCH_ON_GPU = 128, 512
 # Cells are asked for in such steps, so that a context serves the next question, too.
 CELL_STEP: Final = 256
 # Sequences of a context that nobody said he needs more of.
@@ -290,7 +293,8 @@ class LlamaCpp:
         lib = self.lib
         parameters = lib.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch = cells, min(_BATCH, cells)
-        parameters.n_ubatch = self.together = min(_MICRO_BATCH, cells)
+        together = _MICRO_BATCH_ON_GPU if self.gpu_layers else _MICRO_BATCH
+        parameters.n_ubatch = self.together = min(together, cells)
         parameters.n_seq_max = sequences
         parameters.n_threads = parameters.n_threads_batch = self.threads()
         # Never "auto", which would decide how values lie in a state.

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.options import add_json
 from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place
-from llama_index.kvcache_rag.commands.report import metrics_line, source, source_lines
+from llama_index.kvcache_rag.commands.report import (
+    cost_line,
+    far_line,
+    figures,
+    is_near,
+    source,
+    source_lines,
+)
 
 if TYPE_CHECKING:
     import argparse
+
+    from llama_index.kvcache_rag.commands.settings import Settings
 
 HELP = "answer a question from the ingested files"
 
@@ -24,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer as it comes, what it cost, and where it came from; 0 if there was one."""
+    """Print the answer as it comes, where it came from, and what it cost; 0 if there was one."""
     from kvcache_rag import InvalidInputError
 
     if not arguments.question.strip():
@@ -38,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     response: Any = engine.query(arguments.question)
     if not response.source_nodes:
         raise opened.is_empty
-    _print(arguments, response)
+    _print(arguments, opened.settings, response)
     return 0
 
 
@@ -47,19 +56,29 @@ def kept(arguments: argparse.Namespace) -> str:
     return "what was ingested is as it was"
 
 
-def _print(arguments: argparse.Namespace, response: Any) -> None:
+def _print(arguments: argparse.Namespace, settings: Settings, response: Any) -> None:
     pieces = []
     for piece in response.response_gen:
         pieces.append(piece)
         if not arguments.json:
             print(piece, end="", flush=True)
-    metrics = response.metadata["kv_cache"]
     sources = [source(found) for found in response.source_nodes]
+    metrics, near = response.metadata["kv_cache"], is_near(sources, settings.embed)
+    cost = figures(metrics, settings, max(one["score"] for one in sources))
     if arguments.json:
-        answer = "".join(pieces)
-        values = {"question": arguments.question, "answer": answer}
-        said = {**values, "metrics": metrics, "sources": sources}
+        said = {
+            "question": arguments.question,
+            "answer": "".join(pieces),
+            "near": near,
+            "model": settings.described,
+            "policy": metrics["policy"],
+            "metrics": cost,
+            "sources": sources,
+        }
         print(json.dumps(said, indent=2, ensure_ascii=False))
         return
-    print(f"\n\n{metrics_line(metrics)}")
+    print("\n")
+    if near is False:
+        print(far_line(sources, settings.embed))
     print("\n".join(source_lines(sources)))
+    print(cost_line(cost))

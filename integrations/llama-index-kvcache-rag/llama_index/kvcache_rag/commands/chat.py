@@ -15,17 +15,19 @@ from kvcache_rag import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import dimmed, plain
 from llama_index.kvcache_rag.commands.corpus import TINY, Opened, add_answering, add_place
 from llama_index.kvcache_rag.commands.report import (
-    milliseconds,
+    cost_line,
+    figures,
+    is_near,
     plural,
     source,
     source_lines,
-    tokens_line,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llama_index.kvcache_rag import KVCacheChatEngine
+    from llama_index.kvcache_rag.commands.settings import Settings
 
 HELP = "talk about the ingested files, with a history"
 PROMPT: Final = "you> "
@@ -66,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _ = opened.llm.engine  # loaded before anybody is asked to type
     is_typed = sys.stdin.isatty()
-    talk = Talk(engine, is_typed=is_typed)
+    talk = Talk(engine, opened.settings, is_typed=is_typed)
     if is_typed:
         about = f"{opened.settings.model} over {plural(opened.store.client.count(), 'chunk')}"
         print(dimmed(f"{about}; /help lists commands, Ctrl-D leaves", sys.stdout))
@@ -127,13 +129,14 @@ class Talk:
 
     Attributes:
         engine: Answers and remembers.
+        settings: Of the collection.
         is_typed: Whether somebody sits there, who may stop an answer.
         failed: Whether a question could not be answered.
     """
 
-    def __init__(self, engine: KVCacheChatEngine, *, is_typed: bool) -> None:
+    def __init__(self, engine: KVCacheChatEngine, settings: Settings, *, is_typed: bool) -> None:
         """Begin one; nothing was said."""
-        self.engine, self.is_typed, self.failed = engine, is_typed, False
+        self.engine, self.settings, self.is_typed, self.failed = engine, settings, is_typed, False
         self._sources: list[dict[str, Any]] = []
 
     def take(self, line: str) -> bool:
@@ -178,24 +181,25 @@ class Talk:
                     response.close()
         print()
         self._sources = [source(found) for found in response.source_nodes]
-        self._say(_cost(response.metadata or {}, self._sources, stopped=stop.is_wanted))
+        self._say(self._cost(response.metadata or {}, stopped=stop.is_wanted))
+
+    def _cost(self, metadata: dict[str, Any], *, stopped: bool) -> str:
+        """What an answer cost and where it came from, in a line."""
+        parts, sources = [], self._sources
+        if metrics := metadata.get("kv_cache"):  # none of an answer that was stopped
+            nearest = max((one["score"] for one in sources), default=0.0)
+            parts.append(cost_line(figures(metrics, self.settings, nearest)))
+        if stopped:
+            parts.append("stopped")
+        files = dict.fromkeys(plain(one["file"]) for one in sources)
+        parts.append(f"from {', '.join(files)}" if files else "no chunk was found")
+        if sources and is_near(sources, self.settings.embed) is False:
+            parts.append("none of them is near")
+        return "; ".join(parts)
 
     @staticmethod
     def _say(text: str) -> None:
         print(dimmed(text, sys.stdout), end="\n\n", flush=True)
-
-
-def _cost(metadata: dict[str, Any], sources: list[dict[str, Any]], *, stopped: bool) -> str:
-    """What an answer cost and where it came from, in a line."""
-    parts = []
-    metrics = metadata.get("kv_cache")
-    if metrics:  # none of an answer that was stopped
-        parts.append(f"first token after {milliseconds(metrics['ttft'])}, {tokens_line(metrics)}")
-    if stopped:
-        parts.append("stopped")
-    files = dict.fromkeys(plain(one["file"]) for one in sources)
-    parts.append(f"from {', '.join(files)}" if files else "no chunk was found")
-    return "; ".join(parts)
 
 
 class _Stop:

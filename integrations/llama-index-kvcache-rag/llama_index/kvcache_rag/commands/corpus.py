@@ -1,16 +1,11 @@
-"""What `ingest`, `ask` and `chat` share: where things are, which embedding, which files.
-
-`ingest` notes its settings in a small file beside the Chroma folder, so that the others need none.
-"""
+"""What `ingest`, `ask` and `chat` share: where things are, which embedding, which files."""
 
 from __future__ import annotations
 
-import glob
-import json
 import logging
-import os
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
@@ -22,7 +17,8 @@ from kvcache_rag.commands.options import (
     ready,
 )
 from kvcache_rag.errors import expanded
-from kvcache_rag.integration import lasting_adapter, read_folder
+from kvcache_rag.integration import read_folder
+from llama_index.kvcache_rag.commands.settings import OF_MODELS, Settings, collections_in
 
 if TYPE_CHECKING:
     import argparse
@@ -31,164 +27,23 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
-    from kvcache_rag import WeightFormat
     from kvcache_rag.integration import LeftOut
-    from kvcache_rag.models.pretrained import Backend
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 TINY: Final = "tiny"
-SUFFIX: Final = ".kvcache-rag.json"
-_OF_MODELS: Final = ("model", "backend", "adapter", "weight_format")
-# Names in that file, as it was first written.
-_WRITTEN: Final = {"kv_dir": "kv", "chunk_overlap": "overlap"}
+PACKAGED: Final = "smollm2"
+"""Read by `ingest` where nothing else is named and its package is installed."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a collection was made.
+def default_model() -> str:
+    """`PACKAGED` where it is installed; else "", and one has to be named."""
+    from kvcache_rag.models import pretrained
 
-    Attributes:
-        model: As for `LocalSettings`, like the next four.
-        kv_dir: A folder.
-        backend: What runs the model.
-        adapter: A name or a folder.
-        weight_format: Of its linear layers.
-        chroma: Folder of the Chroma database.
-        embed: "minilm", "hash", or a sentence-transformers name or folder.
-        collection: Name of the collection.
-        chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
-        chunk_overlap: Tokens that neighbouring chunks share.
-        folder: Whose files are in it, "" where that was not noted.
-    """
-
-    model: str = TINY
-    kv_dir: str = "kv"
-    chroma: str = "chroma"
-    embed: str = "minilm"
-    collection: str = "docs"
-    chunk_size: int = 256
-    chunk_overlap: int = 32
-    backend: Backend = "transformers"
-    adapter: str | None = None
-    weight_format: WeightFormat = "auto"
-    folder: str = ""
-
-    @property
-    def path(self) -> Path:
-        """The file of these settings."""
-        return self._beside(SUFFIX)
-
-    @property
-    def docstore(self) -> Path:
-        """What was ingested, by document."""
-        return self._beside(".docstore.json")
-
-    @property
-    def of_llm(self) -> dict[str, Any]:
-        """What `KVCacheLLM` is told of them."""
-        names = ("kv_dir", "backend", "adapter", "weight_format")
-        return {"model_name": self.model, **{name: getattr(self, name) for name in names}}
-
-    def check_embedding(self, embed: str) -> None:
-        """Refuse vectors that do not belong to those of the collection.
-
-        Raises:
-            InvalidInputError: If `embed` is not the embedding it was made with.
-        """
-        if _absolute(embed) != _absolute(self.embed):
-            raise InvalidInputError(
-                f"{self.chroma} was embedded by {self.embed}; "
-                f"say --embed {self.embed}, or another --chroma"
-            )
-
-    def is_of(self, folder: str) -> bool:
-        """Whether the files of this folder are in it; False where that was not noted."""
-        return bool(self.folder) and os.path.realpath(folder) == os.path.realpath(self.folder)
-
-    def check_folder(self, folder: str) -> None:
-        """Refuse files that would take the place of another folder's.
-
-        Raises:
-            InvalidInputError: If it was noted that another folder was ingested.
-        """
-        if self.folder and not self.is_of(folder):
-            raise InvalidInputError(
-                f"the collection {self.collection!r} holds the files of {self.folder}; say "
-                f"--collection NAME for a second one beside it, or --replace to have those of "
-                f"{folder} in their place"
-            )
-
-    def _beside(self, suffix: str) -> Path:
-        chroma = Path(self.chroma)
-        return chroma.with_name(f"{chroma.name}.{self.collection}{suffix}")
-
-    def save(self) -> None:
-        """Write them beside the Chroma folder, in such a way that both can be moved together."""
-        from kvcache_rag.integration import private_folder  # loads torch
-
-        folder = self.path.parent
-        private_folder(str(folder))
-        values = {
-            **asdict(self),
-            "kv_dir": os.path.relpath(self.kv_dir, folder),
-            "model": _absolute(self.model),
-            "embed": _absolute(self.embed),
-            "adapter": self.adapter and lasting_adapter(self.adapter),
-        }
-        for name in ("adapter", "backend", "weight_format"):  # as before there were any
-            if getattr(self, name) == getattr(Settings, name):
-                del values[name]
-        if self.folder:
-            values["folder"] = os.path.relpath(os.path.realpath(self.folder), folder.resolve())
-        else:
-            del values["folder"]
-        values = {_WRITTEN.get(name, name): value for name, value in values.items()}
-        self.path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Settings:
-        """Read settings back; the Chroma folder is the one they lie beside.
-
-        Raises:
-            InvalidInputError: If the file is not of this form.
-        """
-        try:
-            if not path.is_file():  # a pipe would be waited for
-                raise ValueError("it is no file")
-            values = json.loads(path.read_text(encoding="utf-8"))
-            names = {old: name for name, old in _WRITTEN.items()}
-            found = cls(**{names.get(name, name): value for name, value in values.items()})
-            chroma = path.name.removesuffix(f".{found.collection}{SUFFIX}")
-            kv = os.path.normpath(path.parent / found.kv_dir)
-            files = found.folder and os.path.normpath(path.parent.resolve() / found.folder)
-            return replace(found, chroma=str(path.with_name(chroma)), kv_dir=kv, folder=files)
-        except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"{path} cannot be read ({error}); run ingest again") from error
-
-    @classmethod
-    def find(cls, chroma: str | None, collection: str | None) -> Settings | None:
-        """Settings of the only collection ingested to, here or in a Chroma folder, if there is one.
-
-        Raises:
-            InvalidInputError: If there are several to choose from, or `chroma` has no name beside
-                which they could lie.
-        """
-        place = Path(chroma or "chroma")
-        if place.name in ("", ".."):
-            raise InvalidInputError(f"--chroma must name a folder, which {chroma!r} does not")
-        name = glob.escape(place.name) if chroma else "*"
-        pattern = f"{name}.{glob.escape(collection or '') or '*'}{SUFFIX}"
-        paths = sorted(place.parent.glob(pattern))
-        if len(paths) > 1:
-            names = ", ".join(path.name.removesuffix(SUFFIX) for path in paths)
-            raise InvalidInputError(f"there are several ({names}); say --chroma and --collection")
-        return cls.load(paths[0]) if paths else None
-
-
-def _absolute(name: str) -> str:
-    """A folder or a GGUF file by its whole path, anything else as it is."""
-    path = Path(name)
-    return str(path.resolve()) if path.is_dir() or path.suffix == ".gguf" else name
+    try:
+        distribution(pretrained.PACKAGED[PACKAGED].package)
+    except PackageNotFoundError:
+        return ""
+    return PACKAGED
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -197,9 +52,11 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
     default = Settings()
     group = parser.add_argument_group(
-        "model and chunks", f"At first model {default.model} and kv_dir {default.kv_dir}."
+        "model and chunks",
+        f"Those of the collection; for a new one {PACKAGED}, where it is installed, and kv_dir "
+        f"{default.kv_dir}.",
     )
-    add_options(group, LocalSettings, *_OF_MODELS, "kv_dir")
+    add_options(group, LocalSettings, *OF_MODELS, "kv_dir")
     for name, text in (
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
@@ -236,22 +93,37 @@ class Opened:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Opened:
-        """Open what the arguments of `add_place` and `add_answering` say.
+        """Open what the arguments of `add_place` and `add_answering` say, and load the model.
+
+        Another model than that of the chunks computes them for itself, and keeps nothing unless it
+        is told where.
 
         Raises:
             InvalidInputError: If they cannot be used, or nothing was ingested.
         """
-        settings = _ingested(arguments)
+        noted, settings = _ingested(arguments)
+        begin(settings)
         from llama_index.core import VectorStoreIndex
 
         from kvcache_rag import FullRecompute
         from llama_index.kvcache_rag import KVCacheLLM
 
+        how: dict[str, Any] = settings.of_llm
+        is_other = not settings.is_by(noted)
+        if is_other and arguments.kv_dir is None:
+            how["kv_dir"] = None
+            print(_other_note(noted, settings), file=sys.stderr)
         llm = KVCacheLLM(
-            **settings.of_llm,
+            **how,
             policy=FullRecompute() if arguments.full else arguments.policy,
             max_new_tokens=arguments.max_new_tokens,
         )
+        # A policy may cut chunks in a way of its own, which is another engine.
+        if not is_other and arguments.policy is None and noted.spec not in ("", llm.engine.spec):
+            raise InvalidInputError(
+                f"the chunks of {noted.collection!r} are not of {noted.described} as it is here "
+                "now; run ingest again, which computes them anew"
+            )
         store = open_store(settings, llm)
         index = VectorStoreIndex.from_vector_store(store, embed_model=embedding(settings.embed))
         return cls(settings, llm, store, index)
@@ -275,33 +147,52 @@ def begin(settings: Settings) -> None:
     ready(EngineSettings(model=settings.model, adapter=settings.adapter))
 
 
-def _ingested(arguments: argparse.Namespace) -> Settings:
-    found = Settings.find(arguments.chroma, arguments.collection)
-    names = (*_OF_MODELS, "kv_dir", "chroma", "embed", "collection")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    settings = replace(found or Settings(), **given)
-    if not (Path(settings.chroma) / "chroma.sqlite3").is_file():
+def _other_note(noted: Settings, settings: Settings) -> str:
+    return (
+        f"note: the chunks of {noted.collection!r} are of {noted.described}; {settings.described} "
+        "computes those of a question itself and keeps nothing, unless --kv-dir says where"
+    )
+
+
+def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
+    """How the collection was made that is asked, and how it is to be asked."""
+    chroma = arguments.chroma or Settings.chroma
+    collections = collections_in(chroma)
+    if not collections:
         raise InvalidInputError(
-            f"there is no database {settings.chroma}; run `kvcache-rag ingest DIR` first"
+            f"there is no database {chroma}; run `kvcache-rag ingest DIR` first, or say --chroma"
         )
-    if found is not None:
-        found.check_embedding(settings.embed)
-    begin(settings)
-    _check_collection(settings)
-    return settings
-
-
-def _check_collection(settings: Settings) -> None:
-    """Refuse a collection that is not there, before opening it makes it."""
-    import chromadb
-
-    client = chromadb.PersistentClient(path=os.path.abspath(settings.chroma))
-    names = sorted(str(one.name) for one in client.list_collections())
-    if settings.collection not in names:
-        there = f"only {', '.join(names)}" if names else "nor any other; run ingest first"
+    name = arguments.collection
+    if name is None:
+        noted = [one for one in collections.values() if Settings.of(one, chroma) is not None]
+        if len(noted) > 1:
+            names = ", ".join(sorted(str(one.name) for one in noted))
+            raise InvalidInputError(f"there are several in {chroma} ({names}); say --collection")
+        name = str(noted[0].name) if noted else Settings.collection
+    if name not in collections:
         raise InvalidInputError(
-            f"there is no collection {settings.collection!r} in {settings.chroma}, {there}"
+            f"there is no collection {name!r} in {chroma}, only {', '.join(sorted(collections))}"
         )
+    options = (*OF_MODELS, "kv_dir", "embed")
+    said = {option: getattr(arguments, option) for option in options}
+    given = {option: value for option, value in said.items() if value is not None}
+    found = Settings.of(collections[name], chroma)
+    if found is None:
+        found = _unnoted(Settings(chroma=chroma, collection=name), given)
+    found.check_embedding(given.get("embed", found.embed))
+    return found, found.told(given)
+
+
+def _unnoted(settings: Settings, given: dict[str, Any]) -> Settings:
+    """A collection that an app filled, as the command line describes it."""
+    needed = {"model", "embed", "kv_dir"}
+    if not needed <= given.keys():
+        raise InvalidInputError(
+            f"ingest noted nothing of the collection {settings.collection!r} in "
+            f"{settings.chroma}, so it is not known which model and embedding it is of; say "
+            "--model, --embed and --kv-dir, or ingest its files into another --collection"
+        )
+    return settings.told(given)
 
 
 def embedding(name: str) -> BaseEmbedding:

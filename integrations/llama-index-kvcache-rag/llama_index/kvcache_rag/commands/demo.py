@@ -134,7 +134,7 @@ def _demo(arguments: argparse.Namespace) -> Demo:
 
 def _app(arguments: argparse.Namespace, demo: Demo) -> DemoApp:
     """Who is asked."""
-    from kvcache_rag import policy_by_name
+    from kvcache_rag.policies import policy_by_name
     from llama_index.kvcache_rag.commands.demo_app import DemoApp
 
     return DemoApp(

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from kvcache_rag.integration import parameter_count
-from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store
+from llama_index.kvcache_rag.commands.corpus import embedding, open_store
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
+from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
-    from kvcache_rag import ReusePolicy, WeightFormat
+    from kvcache_rag.models import WeightFormat
     from kvcache_rag.models.pretrained import Backend
+    from kvcache_rag.policies import ReusePolicy
 
 
 @dataclass(frozen=True)

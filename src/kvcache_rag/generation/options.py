@@ -1,0 +1,113 @@
+"""The keywords of `Engine.generate` and its siblings, each declared once.
+
+Type checkers read them out of `Unpack`; `inspect.signature`, and so `help()` and notebooks, out of
+what `shows` writes into a method.
+"""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvcache_rag.generation.request import Overflow
+    from kvcache_rag.policies.base import ReusePolicy
+    from kvcache_rag.prompt.template import Message
+
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+
+
+class CompletionOptions(TypedDict, total=False):
+    """How an answer is generated: greedily, unless `temperature` or `do_sample` says otherwise.
+
+    What else transformers' `generate()` takes is taken as well; type checkers know what is here.
+
+    Attributes:
+        max_new_tokens: Of the answer (128).
+        stop: Strings before which the answer ends.
+        skip_special_tokens: Off, the text has its control tokens.
+        emit: Called with each piece of text as it comes.
+        cancelled: Once set, it stops generation.
+        temperature: Above 0 samples.
+        do_sample: Whether to sample.
+        top_k: Candidates of sampling.
+        top_p: Nucleus of sampling.
+        min_p: Least share of the likeliest candidate's probability.
+        repetition_penalty: Above 1 avoids what was said.
+        no_repeat_ngram_size: Runs of so many tokens come once.
+        num_beams: Above 1 searches by beams.
+        min_new_tokens: Of the answer.
+        max_time: Seconds.
+        eos_token_id: Ids that end the answer.
+        prompt_lookup_num_tokens: Guesses from the prompt; 0 for none.
+        generation_config: In place of the model's own.
+        logits_processor: Functions of ids and logits.
+        stopping_criteria: Functions that end the answer.
+    """
+
+    max_new_tokens: int
+    stop: Sequence[str]
+    skip_special_tokens: bool
+    emit: Callable[[str], None] | None
+    cancelled: threading.Event | None
+    temperature: float | None
+    do_sample: bool | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    num_beams: int | None
+    min_new_tokens: int | None
+    max_time: float | None
+    eos_token_id: int | Sequence[int] | None
+    prompt_lookup_num_tokens: int | None
+    generation_config: Any  # transformers' `GenerationConfig`, which only `models` imports
+    logits_processor: Sequence[Callable[..., Any]] | None
+    stopping_criteria: Sequence[Callable[..., Any]] | None
+
+
+class AnswerOptions(CompletionOptions, total=False):
+    """How a question over chunks is answered.
+
+    Attributes:
+        policy: What to reuse, or the name of that, such as "cacheblend:0.2"; without one the
+            engine's.
+        history: Earlier turns, oldest first; they stand behind the chunks.
+        overflow: When the chunks do not fit, "error" (if nothing is said) refuses, "drop_lowest"
+            leaves out the last ones, and "refine" answers in several rounds.
+        scores: Of each chunk, higher is better, for "drop_lowest" and for a policy that asks which
+            is best, where they do not stand best first.
+        tools: What the chat template describes.
+        chat_template_kwargs: Values of the chat template's variables.
+        prefix_mismatch: Noted in the metrics: whether something else was wanted before the chunks.
+    """
+
+    policy: ReusePolicy | str | None
+    history: Sequence[Message | Mapping[str, Any]] | None
+    overflow: Overflow
+    scores: Sequence[float] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    prefix_mismatch: bool
+
+
+def shows(options: type[CompletionOptions]) -> Callable[[_Method], _Method]:
+    """Let the signature of a method with `**options` name them, each with `...` for its default."""
+    keywords = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=one.__forward_arg__)
+        for name, one in options.__annotations__.items()
+    ]
+
+    def shown(method: _Method) -> _Method:
+        own = signature(method)
+        *parameters, rest = own.parameters.values()
+        rest = rest.replace(annotation="Any")
+        told: Any = method
+        told.__signature__ = own.replace(parameters=[*parameters, *keywords, rest])
+        return method
+
+    return shown
