@@ -37,10 +37,10 @@ PACKAGED: Final = "smollm2"
 
 def default_model() -> str:
     """`PACKAGED` where it is installed; else "", and one has to be named."""
-    from kvcache_rag.models import pretrained
+    from kvcache_rag.models import names
 
     try:
-        distribution(pretrained.PACKAGED[PACKAGED].package)
+        distribution(names.PACKAGED[PACKAGED].package)
     except PackageNotFoundError:
         return ""
     return PACKAGED

@@ -233,9 +233,11 @@ def collections_in(chroma: str) -> dict[str, Any]:
     """The collections of a database by their names; where there is none, none, and none is made."""
     if not (Path(chroma) / "chroma.sqlite3").is_file():
         return {}
-    import chromadb
-
     from kvcache_rag.commands.collections import all_collections
+    from kvcache_rag.progress import tell
+
+    tell(f"opening {chroma}")
+    import chromadb
 
     client = chromadb.PersistentClient(path=os.path.abspath(chroma))
     return {str(one.name): one for one in all_collections(client)}
