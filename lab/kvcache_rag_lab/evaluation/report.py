@@ -466,7 +466,9 @@ def new_figure(height: float, width: float = WIDTH) -> Any:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    return _figure_class()(figsize=(width, height), layout="constrained")
+    figure = _figure_class()(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.05)  # a panel's title keeps off the one above
+    return figure
 
 
 def _figure_class() -> Any:

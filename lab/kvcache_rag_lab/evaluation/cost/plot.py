@@ -27,7 +27,7 @@ _LOOKS: Final = {
 }
 _GREY: Final = "#777777"
 
-_LETTERS: Final = 48
+_LETTERS: Final = 54
 """Of a line of the title."""
 
 
