@@ -56,4 +56,4 @@ else:
     }
     __getattr__, __dir__ = lazy_names(__name__, _MOVED)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
