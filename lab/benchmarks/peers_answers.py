@@ -63,7 +63,7 @@ KINDS: Final = {
 """What is asked of each side."""
 SIDES: Final = ("ours-auto", "kvboost", "llama-file")
 # Of the reports of `answers`, whose answers a policy's are.
-KNOWN: Final = {
+KNOWN: Final[dict[str, dict[str, tuple[tuple[str, str], ...]]]] = {
     "answers": {
         FULL: (("ours-auto", "full"),),
         "reuse": (("ours-auto", "reorder"),),

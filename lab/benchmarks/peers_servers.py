@@ -357,7 +357,7 @@ class Vllm:
         )
         said = ""
         if python.is_file():
-            command = [python, "-c", asked]
+            command = [str(python), "-c", asked]
             said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if "vllm" not in said:
             raise RuntimeError(f"there is no vLLM in {venv}; make test-vllm installs one")
@@ -425,7 +425,8 @@ class VllmSide:
         }
 
     def _complete(self, prompt: list[int], new: int) -> dict[str, Any]:
-        began, times, tokens, reused = time.perf_counter(), [], [], 0
+        began, reused = time.perf_counter(), 0
+        times, tokens = list[float](), list[int]()
         for part in self._server.stream("/v1/completions", self._body(prompt, new)):
             for choice in part.get("choices", ()):
                 some = choice.get("token_ids") or ()

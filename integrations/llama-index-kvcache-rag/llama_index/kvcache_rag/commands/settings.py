@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from chromadb.api.models.Collection import Collection
 
-    from kvcache_rag import WeightFormat
+    from kvcache_rag.models import WeightFormat
     from kvcache_rag.models.pretrained import Backend
 
 KEY: Final = "kvcache-rag"
