@@ -39,7 +39,7 @@ WRONG = (
     ("demo org/none", "it is not on this machine, and HF_HUB_OFFLINE keeps it from being"),
     ("eval --task hotpot", "there is no task 'hotpot'; did you mean hotpotqa?"),
     ("eval --metric rouge", "no task has the metric 'rouge'"),
-    ("eval --policies reorderd", "did you mean reordered?"),
+    ("eval --policies cacheblnd", "did you mean cacheblend?"),
     ("eval --policies cacheclip", "name --auxiliary"),
     ("eval smolm2", "did you mean 'smollm2'?"),
     ("eval --k 2 0", "--k must be at least 1, not 0"),
