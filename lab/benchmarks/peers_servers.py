@@ -188,6 +188,8 @@ class Server:
                 if self._is_ready():
                     return
             time.sleep(0.2)
+        if self._process.poll() is None:
+            raise RuntimeError(f"it was not ready after {_STARTING:.0f} seconds")
         raise RuntimeError(f"it did not start: {error_in(self._log)}")
 
     def _is_ready(self) -> bool:
