@@ -97,7 +97,8 @@ def _sources(work: Path) -> Path:
     if not folders:
         print("llama.cpp: fetching the sources", flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
-        _run([*pip, "--no-deps", "--no-binary", "llama-cpp-python", "llama-cpp-python", "-d", str(work)])
+        name = "llama-cpp-python"
+        _run([*pip, "--no-deps", "--no-binary", name, name, "-d", str(work)])
         archive = sorted(work.glob("llama_cpp_python-*.tar.gz"))[-1]
         with tarfile.open(archive) as opened:
             opened.extractall(work, filter="data")
