@@ -97,8 +97,8 @@ def _sources(work: Path) -> Path:
     if not folders:
         print("llama.cpp: fetching the sources", flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
-        wanted = ["--no-deps", "--no-binary", "llama-cpp-python", "llama-cpp-python"]
-        _run([*pip, *wanted, "-d", str(work)])
+        name = "llama-cpp-python"
+        _run([*pip, "--no-deps", "--no-binary", name, name, "-d", str(work)])
         archive = sorted(work.glob("llama_cpp_python-*.tar.gz"))[-1]
         with tarfile.open(archive) as opened:
             opened.extractall(work, filter="data")
@@ -189,6 +189,8 @@ class Server:
                 if self._is_ready():
                     return
             time.sleep(0.2)
+        if self._process.poll() is None:
+            raise RuntimeError(f"it was not ready after {_STARTING:.0f} seconds")
         raise RuntimeError(f"it did not start: {error_in(self._log)}")
 
     def _is_ready(self) -> bool:
