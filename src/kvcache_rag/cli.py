@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 from kvcache_rag.errors import KVCacheRagError, close_to, expanded
+from kvcache_rag.forks import new_lock
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ class Farewell:
 
     def __init__(self) -> None:
         self.kept = ""
-        self._lock, self._is_said = threading.Lock(), False
+        self._lock, self._is_said = new_lock(), False
 
     def say(self) -> None:
         """On the standard error."""
