@@ -160,7 +160,7 @@ def test_one_text_is_refused_where_a_list_is_wanted(call: str) -> None:
     [
         {"history": "text"},
         {"history": [("user", "x")]},
-        {"policy": "full"},
+        {"policy": 5},
         {"max_tokens": 5},
         {"stop": 5},
         {"stop": [None]},
