@@ -198,7 +198,8 @@ def test_a_tier_is_needed() -> None:
 
 def test_stores_say_how_they_were_made(tmp_path: Path) -> None:
     store = TieredStore(MemoryStore(5), DiskStore(tmp_path, max_bytes=7, durable=False))
-    names = {**vars(stores), "Native": type(store.codec)}
+    classes = (TieredStore, MemoryStore, DiskStore, type(store.codec))
+    names = {one.__name__: one for one in classes}
     assert repr(eval(repr(store), names)) == repr(store)
 
 
