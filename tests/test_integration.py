@@ -558,7 +558,7 @@ def test_a_loaded_model_needs_its_tokenizer() -> None:
     ("options", "message"),
     [
         ({"model": "./no/such/folder"}, "no model folder"),
-        ({"model": "tiny", "tokenizer": "./no/such/folder"}, "cannot load the tokenizer"),
+        ({"model": "tiny", "tokenizer": "./no/such/folder"}, "no tokenizer folder"),
         ({"model": "tiny", "model_kwargs": {"dtypo": 1}}, "cannot load the model"),
     ],
 )
