@@ -47,7 +47,8 @@ def test_names_are_unique_and_told_to_who_misspells_one() -> None:
     assert len(set(names)) == len(names)
     assert {"reader_single", "niah_single_1", "rgb_zh_int_noise40", "hotpotqa"} <= set(names)
     assert not {"rgb_zh_int_noise80"} & set(names)  # a document per part leaves no room
-    with pytest.raises(InvalidInputError, match=r"no task 'hotpot'; choose from reader_single, "):
+    told = r"no task 'hotpot'; did you mean hotpotqa\? There are reader_single, "
+    with pytest.raises(InvalidInputError, match=told):
         task_by_name("hotpot")
 
 

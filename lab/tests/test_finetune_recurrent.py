@@ -182,7 +182,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(small: Path, out: Path, *more: str) -> list[str]:
     words = ["finetune", str(small), "--out", str(out), "--task", "reader", "--kinds", "single"]
-    words += ["--documents", "2", "--facts", "2", "--questions", "2", "--batch-tokens", "700"]
+    words += ["--documents", "2", "--facts", "2", "--per-context", "2", "--batch-tokens", "700"]
     words += ["--steps", "4", "--holdout", "2", "--rate", "1e-3", "--device", "cpu", "--quiet"]
     return [*words, *more]
 

@@ -71,5 +71,5 @@ def test_eval_asks_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words += ["--policies", "full", "reuse", "--timed", "0", "--report", str(tmp_path / "e.json")]
     assert main(words) == 0
     assert "reuse" in capsys.readouterr().out
-    assert main([*words[:2], "tiny", *words[3:]]) == 2
+    assert main(["eval", "tiny", *words[2:]]) == 2
     assert "runs GGUF files, and 'tiny' is none" in capsys.readouterr().err

@@ -195,8 +195,8 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
     shown = figures(confirmed, ability)
     answers, bars, perplexity = shown["tables"].values()
     assert [row["reads"] for row in answers] == [
-        "cached chunks, stitched",
-        "cached chunks, stitched",
+        "cached chunks, reuse",
+        "cached chunks, reuse",
         "no documents",
     ]
     assert answers[0]["F1"].startswith("50.0 (")
