@@ -96,11 +96,11 @@ def test_stock_and_stitched_answers_are_right(run: Run) -> None:
 
 
 def test_reading_more_again_mends_an_answer(run: Run) -> None:
-    reused, ordered, blended = texts(run.new)["dial"].strip().splitlines()
+    reused, ordered, linked = texts(run.new)["dial"].strip().splitlines()
     assert reused.split()[:2] == ["reuse", "0"]
-    assert "RuBisCO" not in reused
     assert ordered.startswith("bestlast")
-    assert all("RuBisCO" in one for one in (ordered, blended))
+    assert linked.startswith("legolink")
+    assert ["RuBisCO" in one for one in (reused, ordered, linked)] == [False, True, False]
 
 
 def test_a_question_prefills_what_is_new_and_reuses_the_rest(run: Run) -> None:
