@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -23,6 +22,7 @@ from kvcache_rag.errors import (
     refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
+from kvcache_rag.generation.admission import Admission
 from kvcache_rag.generation.answer import Answerer, Asked
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
@@ -39,14 +39,11 @@ from kvcache_rag.generation.request import (
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
-from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.language import lock_of
 from kvcache_rag.models.names import chosen_adapter
 from kvcache_rag.models.pretrained import language_model, load
 from kvcache_rag.models.weights import bare_model
-from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary
-from kvcache_rag.policies.default import default_policy, reuse_warning
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
@@ -150,28 +147,23 @@ class Engine(NamedArguments):
             else MemoryStore(COMBINATION_BYTES, tier="combinations")
         )
         self.template = template or PromptTemplate()
-        self._trained = trained_for_blocks(model)
-        chosen = given_policy(policy)
-        self.policy: ReusePolicy = chosen or default_policy(trained=self._trained)
+        self.policy, self._admission = Admission.of(
+            model, given_policy(policy), self._adapter.why_refused
+        )
         self._adapter.keep_heads(self.policy.head)
-        self._refusal = self._adapter.why_refused
-        # Nobody insists on the default: it follows the adapters, and a refused model answers by
-        # full prefill instead.
-        self._default = self.policy if chosen is None else None
-        self._yielding = self._default if self._refusal else None
-        self._warned: set[str] = set()
-        self._compares = False  # see `unwarned`
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._lock = lock_of(self._adapter.model)
         self._changes = 0
         self._bind()
-        self._gate: BoundGate | None = None
         # A model without a prefiller keeps no keys and values: nothing of it can be reused.
-        if gate is not None and self._prefiller is not None:
+        if self._prefiller is None:
+            self._admission = replace(self._admission, alone=0)
+        elif gate is not None:
             stores = (self.store, self.combinations)
-            self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
+            bound = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
+            self._admission = replace(self._admission, gate=bound)
         telemetry.opened(self._adapter, self.store, rotation)
 
     def _bind(self) -> None:
@@ -383,8 +375,8 @@ class Engine(NamedArguments):
                     self._weights = weights
                     self._follow_weights()
                     self._changes += 1
-            if self._changes != before and self._gate is not None and self._prefiller is not None:
-                self._gate = self._gate.rebound(self._prefiller, self._renderer)
+            if self._changes != before and self._prefiller is not None:
+                self._admission = self._admission.rebound(self._prefiller, self._renderer)
             return self._changes
         finally:
             self._lock.release()
@@ -394,7 +386,7 @@ class Engine(NamedArguments):
         for part in (loader, loader.combinations) if loader else ():
             if part is not None:
                 part.prefiller.follow_weights()
-        self._follow_training()
+        self.policy, self._admission = self._admission.following(self.model, self.policy)
 
     @property
     def _reader(self) -> PromptRenderer:
@@ -409,17 +401,10 @@ class Engine(NamedArguments):
             self._weights is None or (weights.are_unchanged() and weights.identity is self._weights)
         )
 
-    def _follow_training(self) -> None:
-        """Let the default be that of the adapters that are active now."""
-        self._trained = trained_for_blocks(self.model)
-        if self.policy is self._default:
-            self.policy = self._default = default_policy(trained=self._trained)
-            self._yielding = self._default if self._refusal else None
-
     @property
     def gate(self) -> Gate | None:
         """Which policies are let through; None for all."""
-        return None if self._gate is None else self._gate.gate
+        return None if self._admission.gate is None else self._admission.gate.gate
 
     @property
     def refusal(self) -> str:
@@ -427,7 +412,7 @@ class Engine(NamedArguments):
 
         "" for a model whose chunks can.
         """
-        return self._refusal
+        return self._admission.refusal
 
     @property
     def is_recurrent(self) -> bool:
@@ -501,8 +486,7 @@ class Engine(NamedArguments):
         policy = given_policy(policy) or self.policy
         _ = self._capturing
         self._follow()
-        yields = policy is self._yielding and len(chunks) > 1
-        if yields or policy.is_full or (self._gate is not None and self._gate.objection(policy)):
+        if not self._admission.reuses(policy, len(chunks)):
             return []
         planned = self._planner.chunks(chunks)
         brought = policy.arranged(ranking(scores, len(planned))).brought
@@ -555,8 +539,8 @@ class Engine(NamedArguments):
         started = time.perf_counter()
         self._follow()
         prefiller = self._prefiller or self._capturing  # which says why there is none
-        if self._refusal:
-            self._warn_refused()
+        if self.refusal:
+            self._admission.warn_refused()
         chunks = self._planner.chunks(texts)
         if chunks:
             with self._lock:
@@ -812,7 +796,7 @@ class Engine(NamedArguments):
             )
             for question, chunks, *more in questions
         ]
-        if self._yielding is None:
+        if not self.refusal:
             return requests
         # A batch is answered under one policy, and one full prefill makes the others full.
         full = next((one.policy for one in requests if one.policy.is_full), None)
@@ -963,46 +947,22 @@ class Engine(NamedArguments):
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
         options = {**options, "policy": given_policy(options.get("policy")) or self.policy}
-        request = self._planner.request(question, chunks, **options)
-        is_plain = self._gate is None and not request.policy.joint and self._yielding is None
-        return request if is_plain else self._admitted(request)[1]
+        return self._admitted(self._planner.request(question, chunks, **options))[1]
 
     def _asked(
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
         """A request that is answered, with a warning the first time that it may cost answers."""
         request = self._request(question, chunks, options)
-        # A chunk by itself is exact.
-        if not self._compares and any(len(each) > 1 for each in request.rounds):
-            self._warn_once(reuse_warning(request.policy, trained=self._trained))
+        self._admission.warn_of_loss(request)
         return request
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:
-        """What the gate lets be answered, with the chunks one by one and as the policy wants."""
-        if request.policy is self._yielding and self._must_move(request):
-            self._warn_refused()
-            request = replace(request, policy=FullRecompute())
-        if self._gate is not None:
-            request = self._gate.admitted(request)
+        """What is let be answered, with the chunks one by one and as the policy wants."""
+        request = self._admission.admitted(request)
         if self._joint is None or not request.policy.joint:
             return request, request
         return request, self._joint.arranged(request)
-
-    def _warn_refused(self) -> None:
-        """Warn that this model answers by full prefill, unless it was said before."""
-        self._warn_once(
-            f"{self._refusal}; it answers by full prefill, as with policy=FullRecompute()"
-        )
-
-    def _warn_once(self, message: str) -> None:
-        if message and message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
-
-    def _must_move(self, request: Request) -> bool:
-        """Whether a refused model would have to do what it cannot: one chunk stays where it was."""
-        most = 0 if self._prefiller is None else 1
-        return any(len(chunks) > most for chunks in request.rounds)
 
     @contextmanager
     def _turn(self, changes: int) -> Iterator[bool]:
@@ -1048,7 +1008,7 @@ def like(engine: Engine, **changes: Any) -> Engine:
 def unwarned(engine: Engine) -> Engine:
     """The engine for who compares policies, and so asks for each of them on purpose."""
     other = copy.copy(engine)
-    other._compares = True
+    other._admission = replace(engine._admission, compares=True)
     return other
 
 
