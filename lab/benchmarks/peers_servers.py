@@ -402,12 +402,20 @@ class VllmSide:
             "PYTHONPATH": "",
             **(_LMCACHE if lmcache else {}),
         }
-        self._salt, self._context, self._lmcache = "", [0], lmcache
+        self._salt, self._context, self._lmcache, self._log = "", [0], lmcache, log
         self._server = Server(command, port, log, environment)
         self.pids, self.close = self._server.pids, self._server.close
 
     def facts(self) -> dict[str, Any]:
-        """What it is."""
+        """What it is.
+
+        Raises:
+            RuntimeError: If LMCache keeps nothing: it starts even where it has no connector.
+        """
+        if self._lmcache:
+            prompt = [7] * 512
+            if not [self._complete(prompt, 1)["reused"] for _ in range(2)][-1]:
+                raise RuntimeError(f"it keeps nothing: {error_in(self._log)}")
         return {"vllm": self._server.call("GET", "/version", None)["version"]}
 
     def _body(self, prompt: list[int], new: int) -> dict[str, Any]:
