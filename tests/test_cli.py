@@ -125,6 +125,10 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
         (["eval", "--models", "tiny"], "there is no option --models; say MODEL without it ("),
         (["demo", "--model", "tiny"], "there is no option --model; say MODEL without it ("),
         (["build", "tiny", "c", "--json", "f"], "no option --json; it is --report now ("),
+        (
+            ["finetune", "t", "--out=o", "--questions=4"],
+            "no option --questions; it is --per-context now (",
+        ),
         (["store", "ls", "--kv-dir", "kv"], "no option --kv-dir; say KV_DIR without it ("),
         (["ask", "q", "--url", "u"], "kvcache-rag ask: error: there is no option --url ("),
         (

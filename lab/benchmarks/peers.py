@@ -510,8 +510,8 @@ class Starter:
             for flash in ("on", "off"):
                 log = self.work / f"{model.name}-flash-{form}-{flash}.log"
                 with closing(LlamaSide(self.llama, weights, 1, flash, log)) as side:
-                    found = [side.ask({**job, "kind": kind}) for kind in ("cold", "prefix")]
-                    seconds[flash] = [*(one["ttft"] for one in found), found[-1]["step"]]
+                    told = [side.ask({**job, "kind": kind}) for kind in ("cold", "prefix")]
+                    seconds[flash] = [*(one["ttft"] for one in told), told[-1]["step"]]
             sooner = sum(map(operator.lt, seconds["on"], seconds["off"]))
             choice = "on" if sooner > 1 else "off"
             self.journal.add({"flash": {place: {"choice": choice, **seconds}}})

@@ -85,9 +85,9 @@ def prepared(work: Path, programs: Path | None) -> Llama:
     if programs is None and not (found / "llama-server").is_file():
         _compile(_sources(work), work / "build")
     said = subprocess.run([found / "llama-server", "--version"], capture_output=True, text=True)
-    build = re.search(r"version: *(.+)", said.stdout + said.stderr)
+    told = re.findall(r"^(?:version:|built with) *(.+)", said.stdout + said.stderr, re.MULTILINE)
     sdists = sorted(folder.name for folder in work.glob("llama_cpp_python-*") if folder.is_dir())
-    names = ["llama.cpp", *([build.group(1).strip()] if build else []), *sdists[-1:]]
+    names = ["llama.cpp", *(part.strip() for part in told), *sdists[-1:]]
     return Llama(found, " ".join(names))
 
 
@@ -108,8 +108,9 @@ def _sources(work: Path) -> Path:
 
 def _compile(sources: Path, build: Path) -> None:
     print("llama.cpp: compiling (about 8 minutes on two cores)", flush=True)
-    compiler = subprocess.run(["cc", "--version"], capture_output=True, text=True).stdout
-    flags = flags_for(Path("/proc/cpuinfo").read_text(encoding="utf-8"), compiler)
+    compiler = os.environ.get("CC", "cc")  # as cmake does
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    flags = flags_for(Path("/proc/cpuinfo").read_text(encoding="utf-8"), told)
     _run(["cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build), *flags])
     _run(["cmake", "--build", str(build), "--target", "llama-server", "llama-quantize"])
 

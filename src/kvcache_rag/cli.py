@@ -67,6 +67,7 @@ FORMER: Final = {
     "--chunk": "--chunk-size",
     "--tokens": "--max-new-tokens",
     "--n": "--questions",
+    "--questions": "--per-context",
     **dict.fromkeys(("--model", "--models"), "MODEL"),
     **dict.fromkeys(("--persist-dir", "--host"), "--chroma"),
     "--grace": "--min-age",

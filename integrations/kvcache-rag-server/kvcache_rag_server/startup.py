@@ -1,19 +1,17 @@
-"""From settings to a running server: model, store, backend, application, socket."""
+"""From settings to a running server: model, store, backend, application."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import signal
-import socket
 import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.stores import MemoryStore
@@ -25,6 +23,7 @@ from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
     from types import FrameType
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("kvcache_rag_server")
 
-_BACKLOG: Final = 2048
-
 # Seconds for which a connection may ask nothing.  Longer than clients keep one that they might use
 # again (httpx, and with it the OpenAI client: 5 s): who closes first must be the one who asks, or a
 # request meets a connection that is being closed.
@@ -58,32 +55,34 @@ _SWITCH: Final = 0.0005  # seconds; Python's own: 0.005
 _LOOK: Final = 0.05  # seconds between two questions whether the model is ready
 
 
-def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
+def run(
+    settings: ServerSettings, listener: socket.socket, announce: Callable[[str, str], None]
+) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Args:
         settings: What to serve.
+        listener: Where: the address that the settings name.
         announce: Called once a question would be answered, with one line that says what is served
             where, and the URL of the page to look at.
 
     Raises:
-        InvalidInputError: If the address, the model, the store or the keys cannot be used.
+        InvalidInputError: If the model, the store or the keys cannot be used.
         MissingExtraError: If uvicorn is not installed.
     """
     try:
         import uvicorn  # noqa: F401  # before a model is loaded for nothing
     except ImportError as error:
         raise MissingExtraError("uvicorn", "server") from error
-    with listening(settings.host, settings.port) as listener:
-        backend = open_backend(settings)
-        _check_store(settings)
-        app = build_app(backend, settings)
-        url = _url(listener)
-        line = announcement(settings, url)
-        with frozen(), _yielding():
-            asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
-        if not app.state.context.shutdown.is_complete:
-            leave()
+    backend = open_backend(settings)
+    _check_store(settings)
+    app = build_app(backend, settings)
+    url = _url(listener)
+    line = announcement(settings, url)
+    with frozen(), _yielding():
+        asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+    if not app.state.context.shutdown.is_complete:
+        leave()
 
 
 def _check_store(settings: ServerSettings) -> None:
@@ -212,64 +211,6 @@ def _part(limit: int) -> int:
 def _rest(limit: int) -> int:
     """Bytes of a limit that are left for chunks."""
     return limit - _part(limit)
-
-
-# ---------------------------------------------------------------------- the socket
-class _Listener(socket.socket):
-    """A socket of which as many connections may wait to be accepted as we say.
-
-    asyncio has one number for that and for how many it accepts at once.  Where there is no room for
-    a further one it plans another try for each of them, two thousand in a second, so it shall
-    accept one at once.
-    """
-
-    def listen(self, backlog: int = 0, /) -> None:
-        """As `_BACKLOG` has it."""
-        del backlog
-        super().listen(_BACKLOG)
-
-
-@contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens, taken before anything is loaded.
-
-    Args:
-        host: Name or address; of several addresses, the first, IPv4 before IPv6.
-        port: 0 for any free one.
-
-    Raises:
-        InvalidInputError: If nobody can listen there.
-    """
-    try:
-        addresses = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise InvalidInputError(
-            f"{host} is no address of this machine ({error.strerror}); listen on 127.0.0.1"
-        ) from error
-    # What is asked at localhost is mostly asked by IPv4.
-    family, kind, protocol, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
-    with _Listener(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen()
-        except OSError as error:
-            raise _unusable(host, port, error) from error
-        yield listener
-
-
-def _unusable(host: str, port: int, error: OSError) -> InvalidInputError:
-    if error.errno == errno.EADDRINUSE:
-        return InvalidInputError(
-            f"port {port} of {host} is in use by another program; choose another with --port, or 0 "
-            "for any free one"
-        )
-    return InvalidInputError(
-        f"port {port} of {host} cannot be listened on ({error.strerror}); choose another with "
-        "--host and --port"
-    )
 
 
 def _url(listener: socket.socket) -> str:

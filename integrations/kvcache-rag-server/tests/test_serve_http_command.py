@@ -26,6 +26,7 @@ from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag_server import startup
 from kvcache_rag_server.commands import serve
+from kvcache_rag_server.listening import listening
 from kvcache_rag_server.settings import ServerSettings, is_loopback
 
 if TYPE_CHECKING:
@@ -235,13 +236,24 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys: Any) -> None:
     assert said.count("\n") == 1
 
 
+def test_a_port_in_use_is_said_before_torch_is_imported() -> None:
+    with listening("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        script = (
+            "import sys; from kvcache_rag.cli import main; "
+            f"print(main(['serve', 'tiny', '--port', '{port}']), 'torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
 def test_localhost_is_the_address_that_clients_try() -> None:
-    with startup.listening("localhost", 0) as listener:
+    with listening("localhost", 0) as listener:
         host, port = listener.getsockname()
         assert (host, port > 0) == ("127.0.0.1", True)
-        with pytest.raises(InvalidInputError, match="in use"), startup.listening("127.0.0.1", port):
+        with pytest.raises(InvalidInputError, match="in use"), listening("127.0.0.1", port):
             pass
-    with pytest.raises(InvalidInputError, match="no address"), startup.listening("no host", 0):
+    with pytest.raises(InvalidInputError, match="no address"), listening("no host", 0):
         pass
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvcache_rag.commands.options import add_options, ready
 from kvcache_rag.commands.which_model import no_model
 from kvcache_rag_server.commands import serve
+from kvcache_rag_server.listening import listening
 
 if TYPE_CHECKING:
     import argparse
@@ -35,8 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(settings.model, "playground tiny"):
         return serve.REFUSED
     serve.log_to_stderr("warning")
-    ready(settings)
-    from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
@@ -44,7 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
             # Some browsers return when they are closed; the server answers meanwhile.
             threading.Thread(target=_visit, args=(page,), daemon=True).start()
 
-    startup.run(settings, announce)
+    with listening(settings.host, settings.port) as listener:
+        ready(settings)
+        from kvcache_rag_server import startup
+
+        startup.run(settings, listener, announce)
     serve.say_end(settings)
     return 0
 

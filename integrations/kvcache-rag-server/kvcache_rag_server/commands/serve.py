@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options, ready
 from kvcache_rag.commands.which_model import no_model
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag_server.listening import listening
 
 if TYPE_CHECKING:
     import argparse
@@ -63,13 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(settings.model, "serve tiny --kv-dir kv"):
         return REFUSED
     log_to_stderr(arguments.log_level)
-    ready(settings)
-    from kvcache_rag_server import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
 
-    startup.run(settings, announce)
+    with listening(settings.host, settings.port) as listener:
+        ready(settings)
+        from kvcache_rag_server import startup
+
+        startup.run(settings, listener, announce)
     say_end(settings)
     return 0
 
