@@ -1,8 +1,8 @@
 """llama.cpp's own decoding, by its C functions alone: what the laws are measured against.
 
-Nothing here is the package's: a model and a context of its own, `llama_decode`, sequences that are
-copied and dropped.  No state is written or read, no key is turned, and a chunk is computed where it
-stands.
+Nothing here is the package's but how weights are packed: a model and a context of its own,
+`llama_decode`, sequences that are copied and dropped.  No state is written or read, no key is
+turned, and a chunk is computed where it stands.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from llama_cpp import llama_cpp as lib
+
+from kvcache_rag.models.llamacpp.binding import uses_extra_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -44,8 +46,7 @@ class Own:
         lib.llama_backend_init()
         given = lib.llama_model_default_params()
         given.n_gpu_layers = 0
-        # As in the package: compiled by gcc 12, AMX ends the process.
-        given.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+        given.use_extra_bufts = uses_extra_buffers(lib)
         self._model = lib.llama_model_load_from_file(os.fsencode(path), given)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {path}")

@@ -25,6 +25,7 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
+from kvcache_rag.models.llamacpp.binding import is_compiled_for_amx
 
 if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
@@ -211,3 +212,19 @@ def test_threads_are_those_that_torch_has(files: Files) -> None:
     assert llama.lib.llama_n_threads(llama.context) == before
     fixed = opened(files("llama"), model_kwargs={"n_threads": 3})
     assert fixed.model.llama.threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_fit"),
+    [
+        (b"\0GCC: (Debian 12.2.0-14+deb12u1) 12.2.0\0", False),
+        (b"\0GCC: (GNU) 14.2.1 20250110\0", True),
+        (b"\0GCC: (Debian 12.2.0-14) 12.2.0\0Debian clang version 19.1.7 (3)\0", True),
+        (b"\0libomp.so.5\0libc.so.6\0", True),  # clang's, without the comment
+        (b"\0libgomp.so.1\0", False),
+    ],
+)
+def test_amx_is_used_where_the_compiler_is_known_to_do_it_right(
+    comment: bytes, is_fit: bool
+) -> None:
+    assert is_compiled_for_amx(b"\x7fELF" + comment) is is_fit

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -20,7 +22,6 @@ from kvcache_rag.models.language import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     Logits: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
@@ -83,12 +84,28 @@ def _silence(lib: Any) -> None:
 _LOG_WARNING = 3
 
 
-def _uses_extra_buffers(lib: Any) -> bool:
+# Who compiled a library, as it says itself: clang, whose OpenMP is libomp, or a gcc.
+_CLANG: Final = re.compile(rb"clang version |libomp\.so")
+_GCC: Final = re.compile(rb"GCC: \([^)]*\) (\d+)")
+_GCC_FOR_AMX: Final = 13
+
+
+def uses_extra_buffers(lib: Any) -> bool:
     """Whether weights may be packed for the CPU's own instructions.
 
-    Not for AMX: compiled by gcc 12, llama.cpp's use of it ends the process at its first product.
+    For AMX only where it is known who compiled it: by gcc 12, llama.cpp's use of it ends the
+    process at its first product.
     """
-    return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+    if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
+        return True
+    folder = Path(lib.__file__).parent / "lib"
+    return any(is_compiled_for_amx(file.read_bytes()) for file in folder.glob("libggml-cpu*.so"))
+
+
+def is_compiled_for_amx(library: bytes) -> bool:
+    """Whether a library was compiled by what makes code for AMX that runs."""
+    versions = [int(version) for version in _GCC.findall(library)]
+    return bool(_CLANG.search(library)) or min(versions, default=0) >= _GCC_FOR_AMX
 
 
 def installed_version() -> str:
@@ -155,7 +172,7 @@ class LlamaCpp:
         parameters.n_gpu_layers = gpu_layers
         if gpu is not None:
             parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
-        parameters.use_extra_bufts = _uses_extra_buffers(self.lib)
+        parameters.use_extra_bufts = uses_extra_buffers(self.lib)
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
             raise InvalidInputError(
