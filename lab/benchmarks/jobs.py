@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 def folder_bytes(folder: Path) -> int:
@@ -27,21 +24,3 @@ def result(ttft: float, total: float, tokens: Sequence[int], reused: int) -> dic
         "tokens": [*map(int, tokens)],
         "reused": reused,
     }
-
-
-def answer_jobs(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer jobs, one a line of the input, until it ends."""
-    # Libraries may print; the lines of the answers have the output to themselves.
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    print(json.dumps({"peak_mib": _peak()}), file=output, flush=True)
-    for line in sys.stdin:
-        found = ask(json.loads(line))
-        print(json.dumps({**found, "peak_mib": _peak()}), file=output, flush=True)
-
-
-def _peak() -> float:
-    """The largest resident set of this process so far, in MiB."""
-    said = Path("/proc/self/status").read_text(encoding="utf-8")
-    line = next(line for line in said.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024

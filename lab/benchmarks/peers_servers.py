@@ -403,7 +403,8 @@ class VllmSide:
             "PYTHONPATH": "",
             **(_LMCACHE if lmcache else {}),
         }
-        self._salt, self._context, self._lmcache, self._log = "", [0], lmcache, log
+        self._salt, self._context = secrets.token_hex(8), [0]
+        self._lmcache, self._log = lmcache, log
         self._server = Server(command, port, log, environment)
         self.pids, self.close = self._server.pids, self._server.close
 

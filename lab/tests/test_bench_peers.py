@@ -41,6 +41,7 @@ from benchmarks.peers_servers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 FACTS: dict[str, Any] = {
@@ -370,13 +371,14 @@ class _Engine(BaseHTTPRequestHandler):
     """vLLM's server, as far as a side asks it; its tokens are numbers."""
 
     asked: list[dict[str, Any]] = []  # noqa: RUF012 -- of the class, as a handler is made a request
+    cached = 128
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         self.send_response(200)
         self.end_headers()
-        usage = {"prompt_tokens_details": {"cached_tokens": 128}}
+        usage = {"prompt_tokens_details": {"cached_tokens": self.cached}}
         parts = [{"choices": [{"token_ids": [n]}]} for n in range(body["max_tokens"])]
         for part in (*parts, {"choices": [], "usage": usage}):
             self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
@@ -386,13 +388,30 @@ class _Engine(BaseHTTPRequestHandler):
         pass
 
 
-def test_vllm_finds_what_a_kind_wants_it_to_know() -> None:
+@pytest.fixture
+def lmcache(tmp_path: Path) -> Iterator[VllmSide]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     side = VllmSide.__new__(VllmSide)
-    side._salt, side._context, side._lmcache = "", [0], True
+    side._salt, side._context, side._lmcache, side._log = "salt", [0], True, tmp_path / "log"
     side._server = Server.__new__(Server)
     side._server._port = server.server_address[1]
+    yield side
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_lmcache_that_keeps_nothing_says_why(
+    lmcache: VllmSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Engine, "cached", 0)
+    lmcache._log.write_text("RuntimeError: No supported cpu connector found.\n")
+    with pytest.raises(RuntimeError, match="keeps nothing: RuntimeError: No supported cpu con"):
+        lmcache.facts()
+
+
+def test_vllm_finds_what_a_kind_wants_it_to_know(lmcache: VllmSide) -> None:
+    side = lmcache
     job = {"prefix": [1], "context": [1, 2, 3], "query": [9], "new": 4}
 
     def prompts(kind: str) -> list[tuple[list[int], str]]:
@@ -412,5 +431,3 @@ def test_vllm_finds_what_a_kind_wants_it_to_know() -> None:
     assert [one for one, _ in prompts("prefix")] == [[1, 3, 2, 9]] * 2
     tags = [body["kv_transfer_params"]["lmcache.tag.salt"] for body in _Engine.asked]
     assert tags == [body["cache_salt"] for body in _Engine.asked]
-    server.shutdown()
-    server.server_close()
