@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import webbrowser
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
@@ -23,6 +24,7 @@ from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server import startup
 from kvcache_rag_server.app import build_app
+from kvcache_rag_server.commands import playground, serve
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.playground import PAGE, Explanation, assets
 from kvcache_rag_server.settings import RequestLimits
@@ -306,13 +308,22 @@ async def test_answers_are_compared_for_those_who_may_ask(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------- the command
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
-    """What would be served; it is announced at once."""
+    """What would be served, on no port of this machine; it is announced at once."""
     found: list[ServerSettings] = []
 
-    def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
+    @contextmanager
+    def listening(host: str, port: int) -> Iterator[tuple[str, int]]:
+        yield host, port
+
+    def run(
+        settings: ServerSettings, listener: tuple[str, int], announce: Callable[[str, str], None]
+    ) -> None:
+        assert listener == (settings.host, settings.port)
         found.append(settings)
         announce("serving it", "http://127.0.0.1:9/")
 
+    for command in (playground, serve):
+        monkeypatch.setattr(command, "listening", listening)
     monkeypatch.setattr(startup, "run", run)
     return found
 
