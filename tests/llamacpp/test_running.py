@@ -25,7 +25,7 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
-from kvcache_rag.models.llamacpp.binding import is_compiled_for_amx
+from kvcache_rag.models.llamacpp.binding import copies_weights, is_compiled_for_amx
 
 if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
@@ -228,3 +228,11 @@ def test_amx_is_used_where_the_compiler_is_known_to_do_it_right(
     comment: bytes, is_fit: bool
 ) -> None:
     assert is_compiled_for_amx(b"\x7fELF" + comment) is is_fit
+
+
+def test_a_file_is_mapped_unless_its_weights_are_copied(files: Files) -> None:
+    """Mapped beside a copy it would take as much memory again."""
+    path = files("llama@7")
+    llama = opened(path).model.llama
+    mapped = {area.path for area in psutil.Process().memory_maps()}
+    assert (str(path) in mapped) is not copies_weights(llama.lib, 0)

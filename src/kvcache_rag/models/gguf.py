@@ -254,12 +254,13 @@ def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
 
 
 def _load_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
     said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     # Of that class it is whole; to find out any other's, much is loaded.
-    is_plain = said.get("tokenizer_class") == PreTrainedTokenizerFast.__name__
-    kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+    kind: Any = transformers.PreTrainedTokenizerFast
+    if said.get("tokenizer_class") != kind.__name__:
+        kind = transformers.AutoTokenizer
     return kind.from_pretrained(str(folder), **options)
 
 

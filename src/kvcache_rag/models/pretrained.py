@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+import transformers
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.forks import new_rlock
@@ -234,7 +234,7 @@ def check_model(name: str, backend: Backend = "transformers") -> None:
         return
     _check_folder(resolved, name, "")
     try:
-        AutoConfig.from_pretrained(resolved, **reached(resolved, {}))
+        transformers.AutoConfig.from_pretrained(resolved, **reached(resolved, {}))
     except Exception as error:  # as in `_plain`
         raise _unloaded("model", name, error) from error
 
@@ -280,7 +280,7 @@ def own_dtype(name: str) -> torch.dtype:
     resolved = resolve(name)
     if resolved.endswith(SUFFIX):
         return GgufHeader.read(Path(resolved)).dtype
-    dtype = AutoConfig.from_pretrained(resolved, **reached(resolved, {})).dtype
+    dtype = transformers.AutoConfig.from_pretrained(resolved, **reached(resolved, {})).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -318,7 +318,7 @@ def _plain(
             model, its = load_gguf(gguf, dtype=dtype, options=further, own_tokenizer=own)
         else:
             _check_folder(path, name, str(options.get("subfolder") or ""))
-            its = AutoTokenizer.from_pretrained(path, **common) if own else None
+            its = transformers.AutoTokenizer.from_pretrained(path, **common) if own else None
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
@@ -360,7 +360,7 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
         if place.endswith(SUFFIX):
             return gguf_tokenizer(Path(place), options)
         options = {**options, **reached(place, options, "tokenizer")}
-        return AutoTokenizer.from_pretrained(place, **options)
+        return transformers.AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, KVCacheRagError):
             raise

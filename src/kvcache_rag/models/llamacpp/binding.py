@@ -96,10 +96,19 @@ def uses_extra_buffers(lib: Any) -> bool:
     For AMX only where it is known who compiled it: by gcc 12, llama.cpp's use of it ends the
     process at its first product.
     """
-    if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
+    if not _has_amx(lib):
         return True
     folder = Path(lib.__file__).parent / "lib"
     return any(is_compiled_for_amx(file.read_bytes()) for file in folder.glob("libggml-cpu*.so"))
+
+
+def copies_weights(lib: Any, gpu_layers: int) -> bool:
+    """Whether most weights are packed into memory of their own: a mapped file would stay beside."""
+    return not gpu_layers and _has_amx(lib) and uses_extra_buffers(lib)
+
+
+def _has_amx(lib: Any) -> bool:
+    return b"AMX_INT8 = 1" in lib.llama_print_system_info()
 
 
 def is_compiled_for_amx(library: bytes) -> bool:
@@ -152,7 +161,7 @@ class LlamaCpp:
         gpu: int | None = None,
         threads: Callable[[], int],
     ) -> None:
-        """Load a GGUF file, mapped into memory.
+        """Load a GGUF file, mapped into memory unless its weights are copied.
 
         Args:
             path: The file.
@@ -173,6 +182,8 @@ class LlamaCpp:
         if gpu is not None:
             parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
         parameters.use_extra_bufts = uses_extra_buffers(self.lib)
+        if copies_weights(self.lib, gpu_layers):
+            parameters.load_mode = self.lib.LLAMA_LOAD_MODE_NONE
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
             raise InvalidInputError(
