@@ -145,3 +145,16 @@ def test_what_takes_a_while_is_told_before_torch_is_imported(line: str, tmp_path
     assert not imports("torch", before)
     assert not imports("transformers", before)
     assert imports("torch", after)
+
+
+@pytest.mark.parametrize(("said", "is_left_alone"), [("", True), ("['--version']", False)])
+def test_what_was_loaded_is_not_gone_through_while_leaving(said: str, is_left_alone: bool) -> None:
+    """With a model that takes seconds.  Who calls it as a function keeps his own habits."""
+    code = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))  # asked last\n"
+        f"from kvcache_rag.cli import main; main({said})"
+    )
+    command = [sys.executable, "-c", code, "--version"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(is_left_alone)
