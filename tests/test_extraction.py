@@ -60,6 +60,20 @@ INSERTED = (
     [
         pytest.param("a.txt", b"\xef\xbb\xbfone\r\ntwo\rthree", "one\ntwo\nthree", id="text"),
         pytest.param("a.MD", b"# one\n\ntwo\n", "# one\n\ntwo\n", id="markdown"),
+        pytest.param(
+            "a.md",
+            b'---\ntitle: "Prices: all"\r\ndate: 2026-03-01\ntags: [a, b]\n---\n\n349 euros\n',
+            "# Prices: all\n\n349 euros\n",
+            id="front-matter",
+        ),
+        pytest.param(
+            "a.md",
+            b"---\ntags:\n  - a\ntitle: Prices\n---\n# Our prices\n---\nx\n",
+            "# Our prices\n---\nx\n",
+            id="front-matter-before-a-heading",
+        ),
+        pytest.param("a.md", b"---\nplain text\n---\n", "---\nplain text\n---\n", id="a-rule"),
+        pytest.param("a.txt", b"---\na: b\n---\n", "---\na: b\n---\n", id="yaml-in-text"),
         pytest.param("a.html", PAGE.encode(), PAGE_TEXT, id="html"),
         pytest.param(
             "a.htm",

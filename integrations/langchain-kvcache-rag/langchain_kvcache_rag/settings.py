@@ -19,6 +19,7 @@ from kvcache_rag.integration import (
     EngineOptions,
     StoreOptions,
     answer_state,
+    check_spelling,
     first_problem,
     given_policy,
     open_engine,
@@ -196,6 +197,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         if self.engine_source is None:
             if engine is None and not self.model and self.base_url is None:
                 raise _no_model()
+            if engine is None and self.model and self.base_url is None:
+                check_spelling(self.model)
             self.engine_source = Shared(engine)
         watch()
         if engine is not None and not self.model:

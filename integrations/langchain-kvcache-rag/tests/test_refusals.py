@@ -48,6 +48,12 @@ def test_of_the_chat_model(fields: dict[str, Any], sentence: str) -> None:
         ChatKVCache(model="tiny", **fields)
 
 
+def test_a_misspelt_model_is_told_before_it_is_needed() -> None:
+    with pytest.raises(InvalidInputError, match="no model 'smolm2'; did you mean 'smollm2'"):
+        ChatKVCache(model="smolm2")
+    ChatKVCache(model="smolm2", base_url="http://127.0.0.1:9")  # a server's own name
+
+
 @pytest.mark.parametrize(
     ("make", "given", "said"),
     [

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from kvcache_rag.integration import LeftOut, extraction, left_out_lines
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheVectorStore
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
 from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report
+from llama_index.kvcache_rag.commands.corpus import Opened
 from llama_index.kvcache_rag.commands.settings import KEY, FullPrefill, Settings, this_machine
 
 if TYPE_CHECKING:
@@ -156,6 +158,39 @@ def test_a_database_that_was_removed_leaves_no_settings_behind(
     again = command("ingest", str(files), "--model", "tiny", "--embed", "hash")
     assert again.splitlines()[0] != first.splitlines()[0], "chunks are of 256 tokens again"
     assert again.splitlines()[3] == "model tiny, embedding hash"
+
+
+def test_a_database_that_cannot_be_written_is_told(
+    ingested: Callable[..., str], command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingested()
+
+    def scratch(folder: Path) -> Any:
+        raise OSError(30, "Read-only file system", str(folder))
+
+    monkeypatch.setattr(doctor, "_scratch", scratch)
+    said = command("ask", "Who?", code=2)
+    assert "chroma cannot be written (Read-only file system), which Chroma needs even to be" in said
+
+
+def test_the_only_collection_is_asked_if_none_has_the_name_that_ingest_gives(
+    ingested: Callable[..., str], command: Callable[..., str]
+) -> None:
+    words = ("ask", "Marlow?", "--max-new-tokens", "2", "--top-k", "1")
+    ingested("--collection", "one")
+    assert "keeper.txt" in command(*words)
+    ingested("--collection", "two")
+    assert "there are several in chroma (one, two); say --collection" in command(*words, code=2)
+
+
+def test_another_model_for_a_collection_is_told(
+    ingested: Callable[..., str], files: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ingested()
+    assert cli.main(["ingest", str(files), "--model", "tiny"]) == 0
+    assert f"note: 'docs' was of {model}\n" in capsys.readouterr().err
+    assert cli.main(["ingest", str(files), "--model", "tiny"]) == 0
+    assert "was of" not in capsys.readouterr().err
 
 
 def test_what_was_read_is_for_this_user_alone(ingested: Callable[..., str], tmp_path: Path) -> None:
@@ -483,7 +518,7 @@ GAINED = (
 )
 FIGURES = [
     *("ttft", "ttft_without_cache", "total"),
-    *("prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens"),
+    *("prompt_tokens", "reused_tokens", "computed_tokens", "prefix_tokens", "generated_tokens"),
     *("hits", "misses", "nearest"),
 ]
 
@@ -518,6 +553,8 @@ def test_ask_in_json_and_by_full_prefill(
     assert stitched["answer"] == full["answer"]  # one chunk in its natural place
     cached, whole = stitched["metrics"], full["metrics"]
     assert cached["reused_tokens"] > 0 == whole["reused_tokens"]
+    parts = ("reused_tokens", "computed_tokens", "prefix_tokens")
+    assert sum(cached[part] for part in parts) == cached["prompt_tokens"]
     assert whole["computed_tokens"] == whole["prompt_tokens"] == cached["prompt_tokens"]
     assert (cached["hits"], cached["misses"], cached["generated_tokens"]) == (1, 0, 6)
     assert cached["ttft_without_cache"] > 0
@@ -677,9 +714,7 @@ def test_two_collections_and_a_moved_or_copied_folder(
     ingested("--collection", "more")
     (files / "keeper.txt").unlink()
     assert "2 files" in ingested()
-    said = command("ask", "Marlow?", code=2)
-    assert "there are several in chroma (docs, more); say --collection" in said
-    first = command("ask", "Marlow?", "--collection", "docs", "--max-new-tokens", "2")
+    first = command("ask", "Marlow?", "--max-new-tokens", "2")
     second = command("ask", "Marlow?", "--collection", "more", "--max-new-tokens", "2")
     assert "keeper.txt" not in first
     assert "keeper.txt" in second
@@ -760,6 +795,7 @@ def test_chat_sources_help_and_quit(talk: Callable[..., str]) -> None:
     assert lines[6] == "there is no /what"
     assert [line.split()[0] for line in lines[7:]] == ["/help", "/sources", "/reset", "/quit"]
     assert said.count(" to the first token") == 1
+    assert talk("exit", "Never?") == talk("Quit", "Never?") == ""
 
 
 def test_chat_by_a_policy_of_choice(talk: Callable[..., str]) -> None:
@@ -793,6 +829,29 @@ def test_chat_writes_questions_anew_unless_told(
     monkeypatch.setattr(KVCacheChatEngine, "_condense_question", condense)
     talk("Who?", words=words)
     assert seen == [condensed]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+def test_a_model_that_writes_worse_questions_is_not_asked_for_them(
+    talk: Callable[..., str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    real = KVCacheChatEngine.from_index.__func__
+
+    def from_index(cls: Any, *words: Any, **options: Any) -> Any:
+        made.append(options)
+        return real(cls, *words, **options)
+
+    opened = Opened.of
+
+    def renamed(arguments: Any) -> Opened:
+        found = opened(arguments)
+        return replace(found, settings=replace(found.settings, model=name))
+
+    monkeypatch.setattr(KVCacheChatEngine, "from_index", classmethod(from_index))
+    monkeypatch.setattr(Opened, "of", renamed)
+    talk()
+    assert made[0]["skip_condense"]
 
 
 def test_chat_goes_on_after_a_question_that_fails(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
-from llama_index.core import Document, PromptTemplate, VectorStoreIndex
+from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -44,6 +45,20 @@ def index() -> VectorStoreIndex:
 
 
 # ---------------------------------------------------------------------- when the LLM is made
+def test_a_misspelt_model_is_told_before_it_is_needed() -> None:
+    with pytest.raises(InvalidInputError, match="no model 'smolm2'; did you mean 'smollm2'"):
+        KVCacheLLM(model_name="smolm2")
+    KVCacheLLM(model_name="smolm2", base_url="http://127.0.0.1:9")  # a server's own name
+
+
+def test_without_an_embedding_it_is_said_which_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("IS_TESTING", raising=False)
+    monkeypatch.setattr(Settings, "_embed_model", None)
+    monkeypatch.setitem(sys.modules, "llama_index.embeddings.openai", None)
+    with pytest.raises(InvalidInputError, match=r"say embed_model=, such as HashEmbedding\(\)"):
+        KVCacheQueryEngine.from_documents([Document(text="x")], llm=KVCacheLLM(model_name="tiny"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -265,7 +265,7 @@ def _check(arguments: argparse.Namespace) -> int:
     outcomes = Outcomes()
     for chunk in outcomes.over(arguments):
         outcomes.note(_checked(chunk, key, delete=arguments.delete))
-    aside = ", moved to quarantine" if arguments.delete else ""
+    aside = ", moved to quarantine" if arguments.delete else ", computed anew when they are needed"
     verdicts = [f"{outcomes.damaged} damaged{aside}"] if outcomes.damaged else []
     verdicts += [f"{outcomes.untrusted} not signed by the key"] if outcomes.untrusted else []
     print(f"{outcomes.read}: {', '.join(verdicts) or 'all whole'}")

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
     from kvcache_rag.models.generate import checked_generation as checked_generation
     from kvcache_rag.models.linears import parameter_count as parameter_count
+    from kvcache_rag.models.names import check_spelling as check_spelling
     from kvcache_rag.models.names import chosen_adapter as chosen_adapter
     from kvcache_rag.policies.named import given_policy as given_policy
     from kvcache_rag.progress import dimmed as dimmed

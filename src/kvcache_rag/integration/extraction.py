@@ -1,7 +1,7 @@
 """The text of files: what documents say, whatever wrote them.
 
-Text and Markdown are read as they are; PDF, HTML and Word by the libraries of the extra
-`documents`, which are imported when a file needs them.
+Text is read as it is, Markdown without its front matter; PDF, HTML and Word by the libraries of the
+extra `documents`, which are imported when a file needs them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ _TAG: Final = re.compile(rb"<(?:(/)[a-z]|!--|([a-z][a-z0-9]*))|-->", re.IGNORECA
 _VOID: Final = frozenset(
     b"area base br col embed hr img input link meta param source track wbr".split()
 )
+
+# What tools keep about a note before it, in YAML.
+_FRONT_MATTER: Final = re.compile(
+    r"---[ \t]*\n(?P<fields>[\w-]+:.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
+)
+_TITLE: Final = re.compile(r"^title:[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
 
 _UNSEEN: Final = ("head", "noscript", "script", "style", "svg", "template")
 
@@ -251,6 +257,8 @@ def extract_text(name: str, data: bytes) -> str:
         MissingExtraError: If a library is missing.
     """
     suffix = _kind(name)
+    if suffix == ".md":
+        return _markdown(data)
     if suffix in TEXT_SUFFIXES:
         return _text(data)
     if suffix not in _READERS:
@@ -282,6 +290,22 @@ def _text(data: bytes) -> str:
     except UnicodeDecodeError as error:
         raise InvalidInputError("it is not UTF-8 text; save it as UTF-8") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")  # as files opened for text are read
+
+
+def _markdown(data: bytes) -> str:
+    """With the title of its front matter for a heading, and without the rest of that.
+
+    A note's own date, tags and author are answered in place of those that it is about.
+    """
+    text = _text(data)
+    found = _FRONT_MATTER.match(text)
+    if found is None:
+        return text
+    body = text[found.end() :].lstrip("\n")
+    title = _TITLE.search(found["fields"])
+    if title is None or body.startswith("# "):
+        return body
+    return f"# {title[2]}\n\n{body}"
 
 
 @dataclass(frozen=True)

@@ -300,9 +300,7 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
         InvalidInputError: If there is no such form, or it is none for this model.  Then nothing
             was changed.
     """
-    if weight_format not in FORMATS:
-        names = ", ".join(map(repr, FORMATS))
-        raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
+    check_weight_format(weight_format)
     before = getattr(model, PACKED, None)
     now = "plain" if before is None else before.weight_format
     if weight_format == "auto":
@@ -315,6 +313,13 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
         return model
     _ensure_packable(model, weight_format, before)
     return _pack(model, weight_format)
+
+
+def check_weight_format(weight_format: str) -> None:
+    """Raise `InvalidInputError` if there is no such form."""
+    if weight_format not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
 
 
 def unpack_weights(model: Any) -> Any:

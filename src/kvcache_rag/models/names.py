@@ -159,6 +159,18 @@ def chosen_adapter(
     return adapter
 
 
+def check_spelling(name: str) -> None:
+    """Refuse what is nearly a short name and nothing else; asks no hub.
+
+    Raises:
+        InvalidInputError: Naming the one that was probably meant.
+    """
+    names = (TINY, *PACKAGED)
+    is_nothing = "/" not in name and name not in names and not Path(expanded(name)).exists()
+    if is_nothing and close_to(name, names):
+        raise _unknown(name, "model", names)
+
+
 def _resolved(name: str | os.PathLike[str], kind: str, names: Collection[str]) -> str:
     is_path = isinstance(name, os.PathLike)
     name = check_name(f"name of a {kind}", os.fspath(name) if is_path else name)

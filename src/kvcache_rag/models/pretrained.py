@@ -21,7 +21,7 @@ from kvcache_rag.models.adapters import (
     with_adapter,
 )
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
-from kvcache_rag.models.linears import WeightFormat, pack_weights
+from kvcache_rag.models.linears import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
 from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
@@ -149,6 +149,7 @@ def load(
         )
         return model, tokenizer, brought_template(name, adapter or NO_ADAPTER)
     _check_places(device, options.get("device_map"))
+    check_weight_format(weight_format)
     resolved = resolve(name)
     folder = Path(resolved)
     # transformers 5.23 loads wrong weights now and then when several threads load at once (3 of 48

@@ -8,6 +8,7 @@ from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import (
     EngineOptions,
     StoreOptions,
+    check_spelling,
     open_engine,
     remote_engine,
     said_options,
@@ -78,6 +79,8 @@ def refuse_without_model(llm: KVCacheLLM, *, model: Any, tokenizer: Any) -> None
             'KVCacheLLM needs a model: give model_name= (such as "smollm2"), model= and '
             "tokenizer=, base_url= or engine="
         )
+    if model is None:
+        check_spelling(llm.model_name)
     if model is not None and tokenizer is None:
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
 

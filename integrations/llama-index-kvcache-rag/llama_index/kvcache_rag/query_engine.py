@@ -145,10 +145,14 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
             transformations: None for `Settings.transformations`.
             show_progress: Whether to show bars.
             options: As for `from_index`.
+
+        Raises:
+            InvalidInputError: If an argument is unknown, or there is no embedding.
         """
         import chromadb
 
         cls._refuse_others(options, cls.from_documents, cls.from_index, cls.from_args)
+        embed_model = _embedding(embed_model)
         place: dict[str, Any] = {"persist_dir": persist_dir}
         if persist_dir is None:
             # Collections in memory are shared by the whole process, so this one gets a name of its
@@ -172,6 +176,16 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
     def _refuse_others(cls, options: dict[str, Any], *makers: Callable[..., Any]) -> None:
         known = (*FURTHER, *_HARMLESS, *_TEMPLATES)
         refuse_others(options, cls, *makers, KVCacheSynthesizer, known=known)
+
+
+def _embedding(given: EmbedType | None) -> EmbedType:
+    try:
+        return given or Settings.embed_model
+    except (ImportError, ValueError) as error:  # not installed, or without a key
+        raise InvalidInputError(
+            "LlamaIndex's own embedding is OpenAI's, which cannot be used here; say embed_model=, "
+            "such as HashEmbedding() of llama_index.kvcache_rag or one of yours"
+        ) from error
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.options import add_json
-from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place
+from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place, is_empty
 from llama_index.kvcache_rag.commands.report import (
     cost_line,
     far_line,
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         opened.index, opened.llm, similarity_top_k=arguments.top_k, streaming=True
     )
     response: Any = engine.query(arguments.question)
-    if not response.source_nodes:
-        raise opened.is_empty
+    if not response.source_nodes:  # emptied since it was opened
+        raise is_empty(opened.settings.collection)
     _print(arguments, opened.settings, response)
     return 0
 

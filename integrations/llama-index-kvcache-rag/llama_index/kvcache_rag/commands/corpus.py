@@ -60,7 +60,10 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
-        ("collection", f"name of the collection (default: {default.collection})"),
+        (
+            "collection",
+            f"name of the collection (default: {default.collection}; asked, the only one there is)",
+        ),
     ):
         kind = str if name == "collection" else expanded
         parser.add_argument(f"--{name}", type=kind, help=text)
@@ -128,12 +131,10 @@ class Opened:
         index = VectorStoreIndex.from_vector_store(store, embed_model=embedding(settings.embed))
         return cls(settings, llm, store, index)
 
-    @property
-    def is_empty(self) -> InvalidInputError:
-        """What to raise where there is nothing to answer from."""
-        return InvalidInputError(
-            f"the collection {self.settings.collection!r} is empty; ingest first"
-        )
+
+def is_empty(collection: str) -> InvalidInputError:
+    """What to raise where there is nothing to answer from."""
+    return InvalidInputError(f"the collection {collection!r} is empty; ingest first")
 
 
 def begin(settings: Settings) -> None:
@@ -164,15 +165,13 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
         )
     name = arguments.collection
     if name is None:
-        noted = [one for one in collections.values() if Settings.of(one, chroma) is not None]
-        if len(noted) > 1:
-            names = ", ".join(sorted(str(one.name) for one in noted))
-            raise InvalidInputError(f"there are several in {chroma} ({names}); say --collection")
-        name = str(noted[0].name) if noted else Settings.collection
+        name = _only(collections, chroma)
     if name not in collections:
         raise InvalidInputError(
             f"there is no collection {name!r} in {chroma}, only {', '.join(sorted(collections))}"
         )
+    if not collections[name].count():
+        raise is_empty(name)
     options = (*OF_MODELS, "kv_dir", "embed")
     said = {option: getattr(arguments, option) for option in options}
     given = {option: value for option, value in said.items() if value is not None}
@@ -181,6 +180,17 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
         found = _unnoted(Settings(chroma=chroma, collection=name), given)
     found.check_embedding(given.get("embed", found.embed))
     return found, found.told(given)
+
+
+def _only(collections: dict[str, Any], chroma: str) -> str:
+    """The name that `ingest` gives unless told, or else that of the one it gave."""
+    if Settings.collection in collections:
+        return Settings.collection
+    noted = [name for name, one in collections.items() if Settings.of(one, chroma) is not None]
+    if len(noted) > 1:
+        names = ", ".join(sorted(noted))
+        raise InvalidInputError(f"there are several in {chroma} ({names}); say --collection")
+    return noted[0] if noted else Settings.collection
 
 
 def _unnoted(settings: Settings, given: dict[str, Any]) -> Settings:

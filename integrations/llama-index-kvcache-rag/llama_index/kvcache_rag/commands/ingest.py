@@ -125,6 +125,8 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
         store.prefill_missing(show_progress=True)
     engine.store.sweep()
     missing = _report(settings, store, len(documents) + len(kept), held)
+    if before is not None and before.model and not settings.is_by(before):
+        print(f"note: {settings.collection!r} was of {before.described}", file=sys.stderr)
     for line in (*_removed_lines(removed), *left_out_lines(left_out, kept)):
         print(line)
     if missing:

@@ -81,7 +81,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def figures(metrics: Mapping[str, Any], settings: Settings, nearest: float) -> dict[str, Any]:
-    """The ten of an answer that matter.
+    """Those of an answer that matter.
 
     Args:
         metrics: Of `response.metadata["kv_cache"]`.
@@ -98,6 +98,7 @@ def figures(metrics: Mapping[str, Any], settings: Settings, nearest: float) -> d
         "prompt_tokens": metrics["prompt_tokens"],
         "reused_tokens": metrics["reused_tokens"],
         "computed_tokens": metrics["computed_tokens"],
+        "prefix_tokens": metrics["prefix_tokens"],
         "generated_tokens": metrics["generated_tokens"],
         "hits": sum(metrics["hits"].values()),
         "misses": metrics["misses"],

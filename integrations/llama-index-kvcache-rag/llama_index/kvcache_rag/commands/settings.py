@@ -234,9 +234,16 @@ def collections_in(chroma: str) -> dict[str, Any]:
     if not (Path(chroma) / "chroma.sqlite3").is_file():
         return {}
     from kvcache_rag.commands.collections import all_collections
+    from kvcache_rag.commands.doctor import folder_facts
     from kvcache_rag.progress import tell
 
     tell(f"opening {chroma}")
+    # Chroma writes into one that it only reads, and says the file's error alone.
+    if problem := folder_facts(Path(chroma))["problem"]:
+        raise InvalidInputError(
+            f"{chroma} cannot be written ({problem}), which Chroma needs even to be asked; copy "
+            "it to where it can, and name that by --chroma"
+        )
     import chromadb
 
     client = chromadb.PersistentClient(path=os.path.abspath(chroma))
