@@ -62,7 +62,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
         (
             "collection",
-            f"name of the collection (default: {default.collection}; ask and chat take the only one)",
+            f"name of the collection (default: {default.collection}; to ask, else the only one)",
         ),
     ):
         kind = str if name == "collection" else expanded
