@@ -8,6 +8,8 @@ by nothing).  Stitched, where keys were turned, is 0.20 off; computed again, not
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -110,3 +112,22 @@ def test_policies(engine: Engine, smollm2: Path, own: Decoder, floor: float) -> 
     expected = alone.stitched(*parts(ids), again=again)
     found = engine.logits(QUESTION, TEXTS, policy=LegoLink(16))
     assert error(found, expected) < FARTHER * floor
+
+
+def test_layers_of_torch_in_between_change_nothing(smollm2: Path) -> None:
+    """In a process of its own: on a processor with AMX it ended there."""
+    code = f"""
+import torch
+from kvcache_rag import Engine
+engine = Engine.from_pretrained({str(smollm2)!r}, backend="llama.cpp", device="cpu")
+layer, rows = torch.nn.Linear(256, 256).bfloat16(), torch.randn(256, 256).bfloat16()
+answers = []
+for _ in range(3):
+    answers.append(engine.generate({QUESTION!r}, {TEXTS!r}, policy="full", max_new_tokens=8).text)
+    with torch.no_grad():
+        layer(rows)
+print(len(set(answers)))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "1\n"

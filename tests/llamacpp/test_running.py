@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -26,6 +30,7 @@ from kvcache_rag import (
     Reuse,
 )
 from kvcache_rag.models.llamacpp.binding import copies_weights, is_compiled_for_amx
+from kvcache_rag.models.llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
@@ -236,3 +241,38 @@ def test_a_file_is_mapped_unless_its_weights_are_copied(files: Files) -> None:
     llama = opened(path).model.llama
     mapped = {area.path for area in psutil.Process().memory_maps()}
     assert (str(path) in mapped) is not copies_weights(llama.lib, 0)
+
+
+def test_what_is_computed_in_a_thread_of_its_own_has_ended_when_the_call_has() -> None:
+    """Also by Ctrl-C, or the next question would find the context in use."""
+    begun, ended, threads = [], [], set()
+
+    def slow() -> int:
+        begun.append(1)
+        threads.add(threading.get_ident())
+        time.sleep(0.01)
+        ended.append(1)
+        return 7
+
+    called = OwnThread()
+    for wait in range(40):  # while it is begun, waits, and is at its end
+        timer = threading.Timer(wait * 0.0005, signal.raise_signal, [signal.SIGINT])
+        with suppress(KeyboardInterrupt):
+            timer.start()
+            called(slow)
+            timer.join()
+            time.sleep(0.01)
+        assert len(begun) == len(ended)
+        timer.join()
+    assert called(slow) == 7
+    assert threading.get_ident() not in threads
+    with pytest.raises(ZeroDivisionError):
+        called(lambda: 1 // 0)
+    if (child := os.fork()) == 0:  # which has no threads
+        os._exit(called(slow))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    (thread,) = [one for one in threading.enumerate() if one is called._thread]
+    del called
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.language import StoppedError
+from kvcache_rag.models.llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,15 +97,20 @@ def uses_extra_buffers(lib: Any) -> bool:
     For AMX only where it is known who compiled it: by gcc 12, llama.cpp's use of it ends the
     process at its first product.
     """
+    return uses_amx(lib) or not _has_amx(lib)
+
+
+def uses_amx(lib: Any) -> bool:
+    """Whether weights are packed for AMX."""
     if not _has_amx(lib):
-        return True
+        return False
     folder = Path(lib.__file__).parent / "lib"
     return any(is_compiled_for_amx(file.read_bytes()) for file in folder.glob("libggml-cpu*.so"))
 
 
 def copies_weights(lib: Any, gpu_layers: int) -> bool:
     """Whether most weights are packed into memory of their own: a mapped file would stay beside."""
-    return not gpu_layers and _has_amx(lib) and uses_extra_buffers(lib)
+    return not gpu_layers and uses_amx(lib)
 
 
 def _has_amx(lib: Any) -> bool:
@@ -138,6 +144,10 @@ class ContextOptions:
     flash: bool = False
     least: int = 0
     most: int = 0
+
+
+def _here(function: Callable[..., int], *arguments: Any) -> int:
+    return function(*arguments)
 
 
 class LlamaCpp:
@@ -190,6 +200,7 @@ class LlamaCpp:
                 f"llama.cpp {installed_version()} cannot load {path}: its architecture or types "
                 'are unknown to it, or memory is short; try backend="transformers"'
             )
+        self._called = OwnThread() if uses_amx(self.lib) else _here
         self._free_model = weakref.finalize(self, self.lib.llama_model_free, self.model)
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))
@@ -414,7 +425,7 @@ class LlamaCpp:
             places,
             (ctypes.c_int8 * n)(*map(int, wanted)),
         )
-        code = lib.llama_decode(self.context, batch)
+        code = self._called(lib.llama_decode, self.context, batch)
         if code == _ABORTED:
             raise StoppedError
         if code:
