@@ -298,9 +298,11 @@ def test_the_installed_script_answers_without_importing_torch() -> None:
 
 
 HANGING = """
-import hashlib, sys, threading, time, types
+import hashlib, signal, sys, threading, time, types
 from importlib.metadata import EntryPoint, EntryPoints
 from kvcache_rag import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
 
 def run(arguments):
     print("begun", flush=True)
