@@ -72,6 +72,7 @@ INSERTED = (
             "# Our prices\n---\nx\n",
             id="front-matter-before-a-heading",
         ),
+        pytest.param("a.md", b"---\ntitle: |\n  x\n---\ny\n", "y\n", id="a-title-of-lines"),
         pytest.param("a.md", b"---\nplain text\n---\n", "---\nplain text\n---\n", id="a-rule"),
         pytest.param("a.txt", b"---\na: b\n---\n", "---\na: b\n---\n", id="yaml-in-text"),
         pytest.param("a.html", PAGE.encode(), PAGE_TEXT, id="html"),

@@ -454,7 +454,7 @@ def test_a_form_that_is_none_for_the_model_is_refused_before_anything_is_changed
     with pytest.raises(InvalidInputError, match="'auto', 'plain', 'prepacked', 'int8', 'int4'"):
         pack_weights(model, "int2")  # type: ignore[arg-type]  # no form
     with pytest.raises(InvalidInputError, match="weight_format must be one of"):  # before the name
-        Engine.from_pretrained("no/such", weight_format="int2")  # type: ignore[arg-type]
+        Engine.from_pretrained("no/such", weight_format="int2")  # type: ignore[arg-type]  # none
     with pytest.raises(InvalidInputError, match="must be one of"):
         Engine.from_pretrained("tiny", weight_format="Q4")  # type: ignore[arg-type]  # none
     with pytest.raises(InvalidInputError, match="prepacked weights are for bfloat16"):

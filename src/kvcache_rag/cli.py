@@ -165,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _spare_what_stays() -> None:
     """Look for garbage seldom, and not at all while leaving.
 
-    Modules and a model are 600,000 objects that stay: Python would go through them a thousand
-    times as they come, for a fifth of the start, and three times at the end, for seconds.
+    Modules and a model are 600,000 objects that stay: Python would go through them as they come,
+    and at the end for seconds.
     """
     gc.set_threshold(10_000, 10, 10)
     atexit.register(gc.freeze)

@@ -29,7 +29,7 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
-from kvcache_rag.models.llamacpp.binding import copies_weights, is_compiled_for_amx
+from kvcache_rag.models.llamacpp.binding import is_compiled_for_amx, uses_amx
 from kvcache_rag.models.llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def test_a_file_is_mapped_unless_its_weights_are_copied(files: Files) -> None:
     path = files("llama@7")
     llama = opened(path).model.llama
     mapped = {area.path for area in psutil.Process().memory_maps()}
-    assert (str(path) in mapped) is not copies_weights(llama.lib, 0)
+    assert (str(path) in mapped) is not uses_amx(llama.lib)
 
 
 def test_what_is_computed_in_a_thread_of_its_own_has_ended_when_the_call_has() -> None:

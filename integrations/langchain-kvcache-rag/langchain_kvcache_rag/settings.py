@@ -195,9 +195,9 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         except ValidationError as error:
             raise first_problem(error.errors()) from error
         if self.engine_source is None:
-            if engine is None and not self.model and self.base_url is None:
-                raise _no_model()
-            if engine is None and self.model and self.base_url is None:
+            if engine is None and self.base_url is None:
+                if not self.model:
+                    raise _no_model()
                 check_spelling(self.model)
             self.engine_source = Shared(engine)
         watch()

@@ -54,7 +54,7 @@ _VOID: Final = frozenset(
 _FRONT_MATTER: Final = re.compile(
     r"---[ \t]*\n(?P<fields>[\w-]+:.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
 )
-_TITLE: Final = re.compile(r"^title:[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
+_TITLE: Final = re.compile(r"^title:(?![ \t]*[|>])[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
 
 _UNSEEN: Final = ("head", "noscript", "script", "style", "svg", "template")
 

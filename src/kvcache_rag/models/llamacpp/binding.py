@@ -108,11 +108,6 @@ def uses_amx(lib: Any) -> bool:
     return any(is_compiled_for_amx(file.read_bytes()) for file in folder.glob("libggml-cpu*.so"))
 
 
-def copies_weights(lib: Any, gpu_layers: int) -> bool:
-    """Whether most weights are packed into memory of their own: a mapped file would stay beside."""
-    return not gpu_layers and uses_amx(lib)
-
-
 def _has_amx(lib: Any) -> bool:
     return b"AMX_INT8 = 1" in lib.llama_print_system_info()
 
@@ -192,7 +187,8 @@ class LlamaCpp:
         if gpu is not None:
             parameters.split_mode, parameters.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, gpu
         parameters.use_extra_bufts = uses_extra_buffers(self.lib)
-        if copies_weights(self.lib, gpu_layers):
+        has_tiles = uses_amx(self.lib)
+        if has_tiles and not gpu_layers:  # packed weights are a copy, a mapped file stays beside it
             parameters.load_mode = self.lib.LLAMA_LOAD_MODE_NONE
         self.model = self.lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
@@ -200,7 +196,7 @@ class LlamaCpp:
                 f"llama.cpp {installed_version()} cannot load {path}: its architecture or types "
                 'are unknown to it, or memory is short; try backend="transformers"'
             )
-        self._called = OwnThread() if uses_amx(self.lib) else _here
+        self._called = OwnThread() if has_tiles else _here
         self._free_model = weakref.finalize(self, self.lib.llama_model_free, self.model)
         self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.lib.llama_vocab_n_tokens(self.vocab))

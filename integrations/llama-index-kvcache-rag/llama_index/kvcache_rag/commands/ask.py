@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.options import add_json
-from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place, is_empty
+from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place, nothing_in
 from llama_index.kvcache_rag.commands.report import (
     cost_line,
     far_line,
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     response: Any = engine.query(arguments.question)
     if not response.source_nodes:  # emptied since it was opened
-        raise is_empty(opened.settings.collection)
+        raise nothing_in(opened.settings.collection)
     _print(arguments, opened.settings, response)
     return 0
 

@@ -132,7 +132,7 @@ class Opened:
         return cls(settings, llm, store, index)
 
 
-def is_empty(collection: str) -> InvalidInputError:
+def nothing_in(collection: str) -> InvalidInputError:
     """What to raise where there is nothing to answer from."""
     return InvalidInputError(f"the collection {collection!r} is empty; ingest first")
 
@@ -171,7 +171,7 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
             f"there is no collection {name!r} in {chroma}, only {', '.join(sorted(collections))}"
         )
     if not collections[name].count():
-        raise is_empty(name)
+        raise nothing_in(name)
     options = (*OF_MODELS, "kv_dir", "embed")
     said = {option: getattr(arguments, option) for option in options}
     given = {option: value for option, value in said.items() if value is not None}
