@@ -6,8 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import access
+import numpy
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
 
@@ -107,12 +109,63 @@ def test_a_chunk_of_another_type_is_named(engine: Engine, chunk: Any) -> None:
         engine.generate(QUESTION, [TEXTS[0], chunk])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: engine.generate(QUESTION, 3), "chunks must be a list of texts or keys"),
+        (lambda engine: engine.add(3), "chunks must be a list of texts, not 3"),
+        (lambda engine: engine.generate(QUESTION, TEXTS, history=3), "history must be a list of"),
+        (
+            lambda engine: engine.generate(QUESTION, TEXTS, history=[{"role": ["user"]}]),
+            r"history\[0\] must have the role",
+        ),
+        (lambda engine: engine.generate(QUESTION, TEXTS, scores=3), "scores must be a list of num"),
+        (lambda engine: engine.generate(QUESTION, TEXTS, tools=3), "tools must be a list of"),
+        (lambda engine: engine.generate_batch([(QUESTION,)]), r"must be \(question, chunks\)"),
+        (lambda engine: engine.generate_batch([QUESTION]), r"must be \(question, chunks\)"),
+        (lambda engine: engine.delete(engine.add(TEXTS)[0]), "keys must be a list of ChunkKey"),
+        (lambda engine: engine.delete(["abc"]), "keys must be a list of ChunkKey, not 'abc'"),
+        (lambda engine: engine.load_ahead(["abc"]), "keys must be a list of ChunkKey, not 'abc'"),
+        (lambda _: Engine(None, byte_tokenizer()), "must be a loaded model, not None"),
+        (lambda _: Engine("qwen2", byte_tokenizer()), "Engine.from_pretrained takes a name"),
+        (lambda _: Engine(build("qwen2"), None), "must be the model's tokenizer, not None"),
+        (lambda _: make_engine(template="Read."), "must be a PromptTemplate, not 'Read.'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_told(
+    engine: Engine, call: Callable[[Engine], Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call(engine)
+
+
+def test_numbers_and_lists_of_other_libraries_are_taken(
+    engine: Engine, expected: tuple[int, ...]
+) -> None:
+    texts, history = numpy.array(TEXTS), numpy.array([])
+    count, scores = numpy.int64(5), numpy.array([2.0, 1.0])
+    options: Any = {"max_new_tokens": count, "history": history, "scores": scores}
+    assert engine.generate(QUESTION, texts, **options).token_ids == expected  # type: ignore[arg-type]
+    assert engine.generate(QUESTION, TEXTS, temperature=numpy.float32(0.0), max_new_tokens=5)
+    assert engine.add(iter(TEXTS)) == engine.add(TEXTS)  # type: ignore[arg-type]
+
+
+def test_a_chunk_that_the_tokenizer_has_nothing_for_is_named() -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    bare = PromptTemplate(system="Read this.\n", chunk_start="", chunk_end="")
+    engine = Engine(build("qwen2"), tokenizer, template=bare)
+    with pytest.raises(InvalidInputError, match="chunk 1 has no tokens; leave it out"):
+        engine.generate(QUESTION, [TEXTS[0], "\u200b"])
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive number, not 0"),
     ({"max_new_tokens": -3}, "not -3"),
     ({"max_new_tokens": 1.5}, "not 1.5"),
     ({"max_new_tokens": "8"}, "not '8'"),
     ({"max_new_tokens": None}, "not None"),
+    ({"max_new_tokens": True}, "not True"),
     ({"overflow": "truncate"}, 'must be "error", "drop_lowest" or "refine", not \'truncate\''),
     ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens must be a whole number"),
     ({"assistant_model": object()}, "assistant_model gives wrong tokens"),

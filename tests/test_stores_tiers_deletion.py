@@ -193,3 +193,11 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
             done.join(5)
             os._exit(done.is_alive())
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_lock_is_kept_while_a_thread_wants_it_and_no_longer() -> None:
+    locks = ThreadLocks()
+    with locks.hold(["one", "two"]), locks.hold(["one"], patience=0.01) as is_held:
+        assert not is_held
+        assert {*locks._named} == {"one", "two"}
+    assert not locks._named

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate
+from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate, prefill
 from kvcache_rag.generation.answer import TextDecoder
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream
 
@@ -318,6 +318,98 @@ async def test_closing_an_async_stream_stops_the_model(engine: Engine, steps: St
     assert steps.count < LONG / 2
     with pytest.raises(InvalidInputError, match="has not ended"):
         _ = stream.metrics
+
+
+async def test_an_event_of_the_caller_stops_an_async_answer(engine: Engine) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    answer = await engine.agenerate(QUESTION, TEXTS, max_new_tokens=LONG, cancelled=cancelled)
+    assert not answer.token_ids
+    answer = await engine.acomplete("Once", max_new_tokens=LONG, cancelled=cancelled)
+    assert not answer.token_ids
+
+
+def test_a_stream_takes_none_for_what_it_does_by_itself(engine: Engine) -> None:
+    options: Any = {"emit": None, "cancelled": None, "max_new_tokens": 3}
+    expected = engine.generate(QUESTION, TEXTS, **options)
+    assert "".join(engine.stream(QUESTION, TEXTS, **options)) == expected.text
+    assert "".join(engine.stream_complete("Once", **options))
+    assert engine.generate_batch([(QUESTION, TEXTS)], **options)[0].text == expected.text
+
+
+def test_missing_chunks_are_computed_until_nobody_wants_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "BATCH_TOKENS", 1)  # a batch for each
+    texts = [f"{number} is a number." for number in range(4)]
+    cancelled, batches = threading.Event(), list[int]()
+
+    def passed(*_: Any) -> None:
+        batches.append(1)
+        if len(batches) > 1:
+            cancelled.set()
+
+    hook = engine.model.get_submodule("model.layers.0").register_forward_hook(passed)
+    try:
+        engine.add(["Behind the prefix, which is there now."])
+        cancelled.clear()
+        batches.clear()
+        answer = engine.generate(
+            QUESTION, texts, policy="reuse", max_new_tokens=9, cancelled=cancelled
+        )
+        held = [engine.store.contains(key) for key in engine.keys(texts)]
+        again = engine.generate(QUESTION, texts, policy="reuse", max_new_tokens=1)
+    finally:
+        hook.remove()
+    assert (answer.text, answer.finish_reason) == ("", "length")
+    assert (held.count(True), again.metrics.misses) == (1, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["ours", "transformers"])
+def test_a_full_prefill_ends_before_its_next_layer(engine: Engine, options: Any) -> None:
+    cancelled, passed = threading.Event(), list[int]()
+    hooks = [
+        engine.model.get_submodule("model.layers.0").register_forward_hook(
+            lambda *_: cancelled.set()
+        ),
+        engine.model.get_submodule("model.layers.1").register_forward_hook(
+            lambda *_: passed.append(1)
+        ),
+    ]
+    try:
+        answer = engine.generate(QUESTION, TEXTS, policy="full", cancelled=cancelled, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert (answer.text, answer.finish_reason) == ("", "length")
+    assert not passed
+    layers = engine.model.get_submodule("model.layers")
+    assert not any(layer._forward_pre_hooks for layer in layers), "the model is as it was"
+    assert engine.generate(QUESTION, TEXTS, policy="full", max_new_tokens=1).token_ids
+
+
+def test_a_callback_of_an_answer_cannot_ask_its_model(engine: Engine) -> None:
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=3)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate("Why?", TEXTS[:1], max_new_tokens=1),
+        lambda: engine.generate_batch([("Why?", TEXTS[:1])], max_new_tokens=1),
+        lambda: engine.complete("Once", max_new_tokens=1),
+        lambda: engine.logits("Why?", TEXTS[:1]),
+        lambda: engine.explain("Why?", TEXTS[:1]),
+        lambda: engine.in_namespace("other").generate("Why?", TEXTS[:1], max_new_tokens=1),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match="is answering, and its callbacks"):
+            engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=lambda _, call=call: call())  # type: ignore[misc]
+        assert engine.generate(QUESTION, TEXTS, max_new_tokens=3).token_ids == expected.token_ids
+    # Adding has memory of its own, and so has an engine of its own.
+    others = Engine(engine.model, engine.tokenizer, template=engine.template)
+    for act in (
+        lambda: engine.add(["What is added meanwhile."]),
+        lambda: others.generate("Why?", TEXTS[:1], max_new_tokens=1),
+    ):
+        found = engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=lambda _, act=act: act())  # type: ignore[misc]
+        assert found.token_ids == expected.token_ids
 
 
 def test_a_stream_runs_in_a_thread_that_does_not_keep_it_alive() -> None:

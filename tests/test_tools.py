@@ -74,6 +74,7 @@ def plain(parts: list[AnswerPart]) -> list[Any]:
         (lambda: ThoughtReader(True), "hm\n</think>Yes.", [Reasoning("hm"), "Yes."]),
         (JsonReader, '{"answer": "A \\"b\\"\\n\\u00e4 \\ud83d\\ude00 ü"}', ['A "b"\nä 😀 ü']),
         (JsonReader, '{"answer": "cut \\u00', ["cut "]),
+        (JsonReader, r'{"answer": "C:\\ud8ab and \\\ud83d\ude00\\"}', ["C:\\ud8ab and \\😀\\"]),
         (
             JsonReader,
             f'{{"tool_calls": [{CALL}, {CALL}]}}',

@@ -300,6 +300,77 @@ def test_a_request_that_waited_for_another_answer_is_planned_anew() -> None:
     assert_as_new(engine)
 
 
+@pytest.mark.parametrize("ask", ["logits", "explain"])
+def test_a_check_that_waited_for_another_answer_is_planned_anew(ask: str) -> None:
+    engine = make_engine(adapted())
+    (key, *_) = engine.add(TEXTS)
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(getattr(engine, ask)(QUESTION, TEXTS)))
+    with access.lock(engine):
+        asking.start()
+        time.sleep(0.3)  # until it is planned
+        engine.model.set_adapter("two")
+    asking.join(30)
+    assert engine.store.contains(key), "the chunk of the other weights is as right as before"
+    new = make_engine(engine.model)
+    if ask == "explain":
+        assert found[0].reused_tokens == 0
+    else:
+        assert error(found[0], new.logits(QUESTION, TEXTS)) < TOLERANCE
+    engine.model.set_adapter("one")
+    assert reused(engine) > 0
+    assert_as_new(engine)
+
+
+class Between(threading.Event):
+    """Is asked before each batch, and once does something then."""
+
+    def __init__(self, at: int, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.left, self.act = at, act
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        if not self.left:
+            self.act()
+        return False
+
+
+def test_what_is_added_on_while_a_question_has_followed_other_weights_is_not_kept() -> None:
+    engine = make_engine(adapted())
+    texts = [f"{number} {'is a number. ' * 80}" for number in range(6)]  # a batch for every two
+
+    def ask_with_others() -> None:
+        engine.model.set_adapter("two")
+        engine.generate(QUESTION, ["Another text."], max_new_tokens=1)
+
+    keys = engine.add(texts, cancelled=Between(2, ask_with_others))
+    held = [engine.store.contains(key) for key in keys]
+    assert any(held)
+    assert not all(held)
+    engine.model.set_adapter("one")
+    for text, is_held in zip(texts, held, strict=True):
+        assert engine.generate(QUESTION, [text], max_new_tokens=1).metrics.misses == (not is_held)
+        new = make_engine(engine.model).logits(QUESTION, [text])
+        assert error(engine.logits(QUESTION, [text]), new) < TOLERANCE
+
+
+def test_chunks_that_can_be_looked_at_once_are_there_for_a_second_plan() -> None:
+    engine = make_engine(adapted())
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(engine.generate(QUESTION, iter(TEXTS), max_new_tokens=2))  # type: ignore[arg-type]
+    )
+    with access.lock(engine):
+        asking.start()
+        time.sleep(0.3)
+        engine.model.set_adapter("two")
+    asking.join(30)
+    expected = make_engine(engine.model).generate(QUESTION, TEXTS, max_new_tokens=2)
+    assert answers[0].token_ids == expected.token_ids
+    assert answers[0].metrics.prefilled_tokens == expected.metrics.prefilled_tokens
+
+
 def test_batches_namespaces_and_combinations_follow() -> None:
     engine = make_engine(adapted())
     tenant = engine.in_namespace("tenant")

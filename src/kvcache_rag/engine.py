@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from kvcache_rag.errors import (
     arguments_of,
     check_name,
     check_settings,
+    listed,
     refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
@@ -28,13 +30,16 @@ from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
-from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows
+from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows, without_none
 from kvcache_rag.generation.request import (
     ChunkInput,
     OtherLengthsError,
     Planner,
     Request,
     by_text,
+    listed_chunks,
+    listed_keys,
+    listed_questions,
 )
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
@@ -54,7 +59,6 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 from kvcache_rag.stores.base import check_store
 
 if TYPE_CHECKING:
-    import os
     import threading
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -135,6 +139,7 @@ class Engine(NamedArguments):
         check_name("namespace", namespace)
         check_store("store", store)
         check_store("combinations", combinations)
+        _check_parts(model, tokenizer, template)
         checked_mode(rotation)
         self._adapter = language_model(
             model, packed_attention=packed_attention, window=context_window
@@ -523,6 +528,7 @@ class Engine(NamedArguments):
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
                 cannot be moved warns, once: a chunk helps only where it is the only one.
         """
+        texts = listed("chunks", texts, "texts")
         keys = self._add(texts, show_progress=show_progress, cancelled=cancelled)
         if self.auxiliary is not None or self.policy.auxiliary is not None:
             self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)
@@ -608,10 +614,10 @@ class Engine(NamedArguments):
             How many were brought.
         """
         layout = self._capturing.layout
-        brought = 0
+        brought, wanted = 0, dict.fromkeys(listed_keys(keys))
         for store in dict.fromkeys([self.store, self.combinations]):
             fastest = getattr(store, "tiers", (store,))[0].tier
-            for key in dict.fromkeys(keys):
+            for key in wanted:
                 if store.locate(key) in (None, fastest):
                     continue
                 with suppress(ChunkNotFoundError):  # gone, or damaged: the answer finds out
@@ -624,7 +630,7 @@ class Engine(NamedArguments):
 
         Whoever asks for one again has it computed again.
         """
-        gone = list(keys)
+        gone = listed_keys(keys)
         for key in gone:
             self.store.delete(key)
             self.combinations.delete(key)
@@ -731,6 +737,7 @@ class Engine(NamedArguments):
                 cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
+        chunks = listed_chunks(chunks)
         changes = self._follow()
         request = self._asked(question, chunks, options)
         with self._turn(changes) as is_changed:
@@ -747,7 +754,7 @@ class Engine(NamedArguments):
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        given = {**options, "streaming": True}
+        given, chunks = {**without_none(options), "streaming": True}, listed_chunks(chunks)
         changes = self._follow()
         request = self._asked(question, chunks, given)
 
@@ -774,18 +781,19 @@ class Engine(NamedArguments):
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
         cancelled = options.pop("cancelled", None)
+        given, questions = without_none(options), listed_questions(questions)
         changes = self._follow()
-        requests = self._batch(questions, options)
+        requests = self._batch(questions, given)
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
         with self._turn(changes) as is_changed:
             if is_changed:
-                requests = self._batch(questions, options)
+                requests = self._batch(questions, given)
             try:
                 return self._all_answered(requests, cancelled)
             except OtherLengthsError:
                 asked = [(text, by_text(chunks), *more) for text, chunks, *more in questions]
-                return self._all_answered(self._batch(asked, options), cancelled)
+                return self._all_answered(self._batch(asked, given), cancelled)
 
     def _batch(self, questions: Sequence[Asked], options: Mapping[str, Any]) -> list[Request]:
         requests = [
@@ -822,7 +830,7 @@ class Engine(NamedArguments):
     @shows(CompletionOptions)
     def stream_complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
-        given: dict[str, Any] = {**options, "streaming": True}
+        given: dict[str, Any] = {**without_none(options), "streaming": True}
         changes = self._follow()
         request = self._planner.completion(prompt, **given)
 
@@ -888,22 +896,25 @@ class Engine(NamedArguments):
             ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
-        self._follow()
-        asked = self._planner.request(
-            question,
-            chunks,
-            policy=given_policy(policy) or self.policy,
-            history=history,
-            max_new_tokens=FEWEST_NEW,
-            scores=scores,
-        )
-        asked, request = self._admitted(asked)
-        try:
-            with self._lock, self._adapter.computing(), torch.inference_mode():
-                return explained(self._answerer, asked, request)
-        except OtherLengthsError:
-            told = by_text(chunks)
-            return self.explain(question, told, policy=policy, history=history, scores=scores)
+        chunks, changes = listed_chunks(chunks), self._follow()
+        options: dict[str, Any] = {
+            "history": history,
+            "max_new_tokens": FEWEST_NEW,
+            "scores": scores,
+        }
+
+        def planned(chunks: Sequence[ChunkInput]) -> tuple[Request, Request]:
+            wanted = given_policy(policy) or self.policy
+            return self._admitted(self._planner.request(question, chunks, policy=wanted, **options))
+
+        requests = planned(chunks)
+        with self._turn(changes) as is_changed, torch.inference_mode():
+            if is_changed:
+                requests = planned(chunks)
+            try:
+                return explained(self._answerer, *requests)
+            except OtherLengthsError:
+                return explained(self._answerer, *planned(by_text(chunks)))
 
     def logits(
         self,
@@ -925,16 +936,22 @@ class Engine(NamedArguments):
             `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
         """
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
-        self._follow()
-        request = self._request(question, chunks, options)
-        query = (*request.query, *answer_ids)
-        request = replace(request, query=query, answer_tokens=len(answer_ids))
-        try:
-            with self._lock, self._adapter.computing():
+        chunks, changes = listed_chunks(chunks), self._follow()
+
+        def planned(chunks: Sequence[ChunkInput]) -> Request:
+            request = self._request(question, chunks, options)
+            query = (*request.query, *answer_ids)
+            return replace(request, query=query, answer_tokens=len(answer_ids))
+
+        request = planned(chunks)
+        with self._turn(changes) as is_changed:
+            if is_changed:
+                request = planned(chunks)
+            try:
                 return self._answerer.logits(self._answerer.prompt(request, 0, ""))
-        except OtherLengthsError:
-            told = by_text(chunks)
-            return self.logits(question, told, policy=policy, answer_ids=answer_ids)
+            except OtherLengthsError:
+                request = planned(by_text(chunks))
+                return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
     @property
     def _capturing(self) -> Prefiller:
@@ -966,13 +983,17 @@ class Engine(NamedArguments):
 
     @contextmanager
     def _turn(self, changes: int) -> Iterator[bool]:
-        """Hold the model; gives whether more has changed than when it was planned (`_follow`)."""
+        """Hold the model; gives whether more has changed than when it was planned (`_follow`).
+
+        Raises:
+            InvalidInputError: In a callback of an answer, whose context another would overwrite.
+        """
         has_waited = not self._lock.acquire(blocking=False)
         if has_waited:
             self._lock.acquire()
         try:
             is_changed = (self._follow() if has_waited else self._changes) != changes
-            with self._adapter.computing():
+            with self._adapter.answering(), self._adapter.computing():
                 yield is_changed
         finally:
             self._lock.release()
@@ -1010,6 +1031,21 @@ def unwarned(engine: Engine) -> Engine:
     other = copy.copy(engine)
     other._admission = replace(engine._admission, compares=True)
     return other
+
+
+def _check_parts(model: Any, tokenizer: Any, template: Any) -> None:
+    """Refuse names where what they name is wanted, and what is missing."""
+    if model is None or isinstance(model, (str, os.PathLike)):
+        raise InvalidInputError(
+            f"model must be a loaded model, not {model!r}; Engine.from_pretrained takes a name"
+        )
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise InvalidInputError(f"tokenizer must be the model's tokenizer, not {tokenizer!r:.80}")
+    if not isinstance(template, PromptTemplate | None):
+        raise InvalidInputError(
+            f"template must be a PromptTemplate, not {template!r:.80}; "
+            "PromptTemplate(instruction) takes a text"
+        )
 
 
 def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:

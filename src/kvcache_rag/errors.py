@@ -23,7 +23,7 @@ import re
 from fractions import Fraction
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -42,6 +42,8 @@ __all__ = [
     "UnsupportedModelError",
     "UntrustedChunkError",
 ]
+
+_Member = TypeVar("_Member")
 
 
 class KVCacheRagError(Exception):
@@ -124,6 +126,25 @@ def check_settings(
                 continue
             wanted = " or ".join(words for kind, words in _PLAIN.items() if kind in kinds)
             raise InvalidInputError(f"{name} must be {wanted}, not {_shown(values[name])}")
+
+
+def listed(name: str, values: Iterable[_Member] | None, of: str) -> list[_Member]:
+    """Values as a list, which can be looked at more than once; none for None.
+
+    Args:
+        name: Of the argument, for the message.
+        values: What was given.
+        of: What belongs in there, for the message.
+
+    Raises:
+        InvalidInputError: If it is one text, or nothing that has members.
+    """
+    if isinstance(values, str):
+        raise InvalidInputError(f"{name} must be a list of {of}, not one text")
+    try:
+        return [] if values is None else list(values)
+    except TypeError:
+        raise InvalidInputError(f"{name} must be a list of {of}, not {_shown(values)}") from None
 
 
 def check_name(kind: str, name: object) -> str:

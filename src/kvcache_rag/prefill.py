@@ -355,6 +355,9 @@ class Prefiller:
         # Weights may have changed under a long ingestion: such chunks have other keys.
         if was_trained or weights.identity is not self.weights or not weights.are_unchanged():
             return computed, {}
+        # A question may have followed them already; these were planned before.
+        if any(key.spec != self.spec for key in computed):
+            return computed, {}
         self.stored.extend(computed)
         return computed, computed
 

@@ -23,6 +23,7 @@ from kvcache_rag.generation.context import (
 from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
+from kvcache_rag.models.language import StoppedError
 from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
 
@@ -99,8 +100,7 @@ class Answerer:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        nothing = Metrics(policy=repr(request.policy), gate=request.gate)
-        answer, begun = Answer("", nothing, finish_reason="length"), request.started
+        answer, begun = _unsaid(request), request.started
         last = len(request.rounds) - 1
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
@@ -221,10 +221,14 @@ class Answerer:
             emit: Called with each piece of the text of a single prompt.
             cancelled: Stops at the next token once set.
         """
-        return self._over(
-            prompts,
-            lambda context: self._generated(context, prompts, started, emit, cancelled),
-        )
+        try:
+            return self._over(
+                prompts,
+                lambda context: self._generated(context, prompts, started, emit, cancelled),
+                cancelled,
+            )
+        except StoppedError:
+            return [_unsaid(prompt.request) for prompt in prompts]
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
@@ -242,11 +246,22 @@ class Answerer:
 
         return self._over([prompt], passed)
 
-    def _over(self, prompts: Sequence[Prompt], run: Callable[[Context], _Result]) -> _Result:
-        """What `run` gives over the context of prompts."""
+    def _over(
+        self,
+        prompts: Sequence[Prompt],
+        run: Callable[[Context], _Result],
+        cancelled: threading.Event | None = None,
+    ) -> _Result:
+        """What `run` gives over the context of prompts.
+
+        Raises:
+            StoppedError: If it was cancelled before the context was there.
+        """
         try:
             with torch.inference_mode():
-                return run(self._context(prompts))
+                with self.model.heeding(cancelled):
+                    context = self._context(prompts)
+                return run(context)
         except BaseException:
             self.buffer.forget()  # what was interrupted may have left anything in it
             raise
@@ -378,6 +393,12 @@ class Answerer:
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
+
+
+def _unsaid(request: Request) -> Answer:
+    """An answer that was cancelled before anything of it was said."""
+    metrics = Metrics(policy=repr(request.policy), gate=request.gate)
+    return Answer("", metrics, finish_reason="length")
 
 
 def _filler_of(model: LanguageModel) -> type[Filler]:

@@ -95,6 +95,15 @@ class AnswerOptions(CompletionOptions, total=False):
     prefix_mismatch: bool
 
 
+def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without an `emit` and a `cancelled` that are None, for what takes neither."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None or name not in ("emit", "cancelled")
+    }
+
+
 def shows(options: type[CompletionOptions]) -> Callable[[_Method], _Method]:
     """Let the signature of a method with `**options` name them, each with `...` for its default."""
     keywords = [

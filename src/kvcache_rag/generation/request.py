@@ -8,10 +8,16 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
+from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, InvalidInputError
+from kvcache_rag.errors import (
+    ContextTooLongError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    listed,
+)
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
@@ -21,8 +27,9 @@ from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, as_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from kvcache_rag.generation.answer import Asked
     from kvcache_rag.metrics import MissReason
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -113,6 +120,42 @@ def by_text(chunks: Sequence[ChunkInput]) -> list[ChunkInput]:
     ]
 
 
+def listed_chunks(chunks: Iterable[ChunkInput] | None) -> list[ChunkInput]:
+    """Chunks as a list; raises `InvalidInputError` if they are something else."""
+    return listed("chunks", chunks, "texts or keys")
+
+
+def listed_questions(questions: Iterable[Asked]) -> list[Asked]:
+    """The questions of a batch, each with a list of chunks.
+
+    Raises:
+        InvalidInputError: If one is no question with its chunks.
+    """
+    found: list[Any] = []
+    for asked in questions:
+        if not isinstance(asked, (tuple, list)) or len(asked) not in (2, 3, 4):
+            raise InvalidInputError(
+                "each question must be (question, chunks), or (question, chunks, history, scores), "
+                f"not {asked!r:.80}"
+            )
+        question, chunks, *more = asked
+        found.append((question, listed_chunks(chunks), *more))
+    return found
+
+
+def listed_keys(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+    """Keys as a list.
+
+    Raises:
+        InvalidInputError: If they are one key, or something else is among them.
+    """
+    found: list[Any] = [keys] if isinstance(keys, ChunkKey) else listed("keys", keys, "ChunkKey")
+    wrong = [key for key in found if key is keys or not isinstance(key, ChunkKey)]
+    if wrong:
+        raise InvalidInputError(f"keys must be a list of ChunkKey, not {wrong[0]!r:.80}")
+    return found
+
+
 @dataclass(frozen=True)
 class Planner:
     """Makes requests: the arguments checked, the chunks addressed, the prompts tokenised and split.
@@ -175,18 +218,16 @@ class Planner:
         turns = as_messages(history)
         if not isinstance(question, str) or not (question.strip() or _asks(turns)):
             raise InvalidInputError("the question is empty; ask something")
-        arguments = None
-        if tools or chat_template_kwargs:
-            arguments = ChatArguments.of(tools, chat_template_kwargs)
+        arguments = ChatArguments.of(tools, chat_template_kwargs)
         if not isinstance(policy, ReusePolicy):
             raise no_policy(policy)
         if overflow not in ("error", "drop_lowest", "refine"):
             raise InvalidInputError(
                 f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
             )
-        check_new_tokens(max_new_tokens)
+        max_new_tokens = checked_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
-        context = self.chunks(chunks or (), any_length=overflow == "drop_lowest")
+        context = self.chunks(listed_chunks(chunks), any_length=overflow == "drop_lowest")
         scores = ranking(scores, len(context))
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
@@ -251,7 +292,7 @@ class Planner:
         ids = self.renderer.text_ids(prompt) if isinstance(prompt, str) and prompt else ()
         if not ids:  # some tokenizers have no token for space alone
             raise InvalidInputError("the prompt is empty; write something to continue")
-        check_new_tokens(max_new_tokens)
+        max_new_tokens = checked_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
         if len(ids) + max_new_tokens > self.longest:
             raise ContextTooLongError(
@@ -288,9 +329,7 @@ class Planner:
             InvalidInputError: If they are one text instead of a list, or one cannot be used.
             ContextTooLongError: If one does not fit the context window.
         """
-        if isinstance(given, str):
-            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
-        context = [self.chunk(chunk, index) for index, chunk in enumerate(given)]
+        context = [self.chunk(chunk, index) for index, chunk in enumerate(listed_chunks(given))]
         room = self.window - len(self.renderer.prefix_ids)
         for index, chunk in enumerate(() if any_length else context):
             if len(chunk.ids) > room:
@@ -344,6 +383,8 @@ class Planner:
             ids = self.renderer.chunk_ids(text)
         except InvalidInputError as error:
             raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
+        if not ids:  # some tokenizers have none for what cannot be seen
+            raise InvalidInputError(f"chunk {index} has no tokens; leave it out")
         if self.prefiller is None:
             return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
         return ContextChunk(self.prefiller.key(ids), ids, text, place=index, why=why)
@@ -464,7 +505,8 @@ def checked_stop(stop: Sequence[str] | str | None) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def check_new_tokens(count: int) -> None:
-    """Raise `InvalidInputError` unless `count` is a positive number of tokens."""
-    if not isinstance(count, int) or count < 1:
+def checked_new_tokens(count: object) -> int:
+    """A positive number of tokens; raises `InvalidInputError` if it is none."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise InvalidInputError(f"max_new_tokens must be a positive number, not {count!r}")
+    return int(count)

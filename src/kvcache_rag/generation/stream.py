@@ -228,9 +228,9 @@ async def cancellable(run: Callable[..., _Got], *arguments: Any, **options: Any)
     Args:
         run: Takes `cancelled=`, and gives up at its next token once that is set.
         arguments: Of `run`.
-        options: Of `run`.
+        options: Of `run`; an event among them is the one that is set.
     """
-    cancelled = threading.Event()
+    cancelled = options.pop("cancelled", None) or threading.Event()
     try:
         return await in_thread(run, *arguments, cancelled=cancelled, **options)
     except asyncio.CancelledError:

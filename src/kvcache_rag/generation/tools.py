@@ -318,6 +318,18 @@ class ThoughtReader:
             parts.append(kind(text))
 
 
+# Characters of a string in JSON that are whole: of one that JSON writes as two, both halves.
+_CERTAIN: Final = re.compile(
+    r"""(?:
+        [^"\\]
+      | \\[^u]
+      | \\u (?![dD][89abAB]) [0-9a-fA-F]{4}
+      | \\u [dD][89abAB][0-9a-fA-F]{2} (?= [^\\] | \\[^u] | \\u[0-9a-fA-F]{4} )
+    )*""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
 class JsonReader:
     """Reads answers in JSON (`ToolChoice.schema`): the text as it comes, each call when whole."""
 
@@ -346,10 +358,7 @@ class JsonReader:
 
     def _answer(self) -> list[AnswerPart]:
         rest = self._text[self._at :]
-        body = re.match(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*', rest, re.DOTALL)
-        certain = body[0] if body else ""
-        # The first half of a character that JSON writes as two.
-        certain = re.sub(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z", "", certain)
+        certain = _CERTAIN.match(rest)[0]  # type: ignore[index]  # it matches nothing, too
         self._at += len(certain)
         said: str = json.loads(f'"{certain}"', strict=False)
         return [said] if said else []

@@ -271,8 +271,9 @@ def _chosen(
     soonest = config.min_new_tokens or 0
     if processors or said < soonest:
         logits = logits.to(torch.float32, copy=True)
+        known = [token for token in stops if token < logits.shape[-1]]
         for place in range(min(len(logits), soonest - said)):
-            logits[place, list(stops)] = -torch.inf
+            logits[place, known] = -torch.inf
     if processors:  # one place only: nothing is guessed then
         logits = processors(whole, logits)  # type: ignore[arg-type]  # int64, as it wants
     tokens: list[int] = logits.argmax(-1).tolist()

@@ -248,12 +248,12 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
         return options
     if (
         isinstance(temperature, bool)
-        or not isinstance(temperature, (int, float))
-        or not temperature >= 0
+        or not isinstance(temperature, Real)
+        or not float(temperature) >= 0
     ):
         raise InvalidInputError(f"temperature must be a number from 0 up, not {temperature!r}")
     # Without do_sample, transformers would ignore the temperature with a warning.
-    sampled = {"do_sample": temperature > 0, **options}
+    sampled = {"do_sample": float(temperature) > 0, **options, "temperature": float(temperature)}
     if not sampled["do_sample"]:
         del sampled["temperature"]
     return sampled

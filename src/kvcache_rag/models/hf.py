@@ -37,7 +37,7 @@ from kvcache_rag.models.cache import (
     remember,
 )
 from kvcache_rag.models.drafts import ROW_COST
-from kvcache_rag.models.language import LanguageModel
+from kvcache_rag.models.language import LanguageModel, StoppedError
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
 from kvcache_rag.models.states import (
@@ -276,6 +276,35 @@ class TransformersModel(LanguageModel):
                 yield
             finally:
                 _HERE.model = before
+
+    @contextmanager
+    def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
+        """Let passes of this thread end before their next layer once an event is set."""
+        layers = self._layers
+        # What is compiled would be compiled anew with a hook, and again without.
+        if cancelled is None or any(map(_is_compiled, (self.model, *layers))):
+            yield
+            return
+        mine = threading.get_ident()
+
+        def heed(*_: object) -> None:
+            # An auxiliary model may be a view of this one and compute in another thread.
+            if cancelled.is_set() and threading.get_ident() == mine:
+                raise StoppedError
+
+        hooks = [layer.register_forward_pre_hook(heed) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def _layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers; none where they are in no list of so many."""
+        wanted = int(getattr(self.config, "num_hidden_layers", 0) or 0)
+        lists = (one for one in self.model.modules() if isinstance(one, torch.nn.ModuleList))
+        return [*next((one for one in lists if len(one) == wanted), ())]
 
     def forward(
         self,
@@ -532,6 +561,11 @@ def _kept_states(
             parts.append(part)
         kept.append(parts)
     return kept
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    by_call = getattr(module, "_compiled_call_impl", None) is not None
+    return by_call or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_inline")
 
 
 def _refuse_spread(model: Any) -> None:

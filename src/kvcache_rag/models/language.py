@@ -50,6 +50,7 @@ class LanguageModel(ABC):
         dtype: Of its keys and values.
         takes_positions: Whether its forward pass can be told positions.
         has_cells: Whether contexts lie in memory of its own (`models/llamacpp`), not in a buffer.
+        is_answering: Whether a question is being answered, by the thread that holds the model.
     """
 
     model: Any
@@ -61,6 +62,7 @@ class LanguageModel(ABC):
     dtype: torch.dtype
     takes_positions: bool
     has_cells: bool = False
+    is_answering: bool = False
 
     # ---------------------------------------------------------------- what it computes
 
@@ -138,6 +140,24 @@ class LanguageModel(ABC):
     def computing(self) -> Iterator[None]:
         """Let the model compute within what its chunks' names promise."""
         yield
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer a question, for whoever holds the model.
+
+        Raises:
+            InvalidInputError: If one is being answered, and a callback of it has come here.
+        """
+        if self.is_answering:
+            raise InvalidInputError(
+                "this model is answering, and its callbacks (emit, logits_processor, "
+                "stopping_criteria) cannot ask it; ask when the answer has ended, or another model"
+            )
+        self.is_answering = True
+        try:
+            yield
+        finally:
+            self.is_answering = False
 
     @contextmanager
     def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:

@@ -16,7 +16,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from kvcache_rag.errors import InvalidInputError, NamedArguments, check_name, check_settings
+from kvcache_rag.errors import (
+    InvalidInputError,
+    NamedArguments,
+    check_name,
+    check_settings,
+    listed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,9 +192,10 @@ class ChatArguments:
             InvalidInputError: If a tool is no description of a function, or `values` are no names
                 of the template's own variables.
         """
+        tools = listed("tools", tools, "descriptions of functions")
         if not tools and not values:
             return None
-        for index, tool in enumerate(tools or ()):
+        for index, tool in enumerate(tools):
             function = tool.get("function") if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise InvalidInputError(
@@ -206,7 +213,7 @@ class ChatArguments:
                 f"chat_template_kwargs are values of the chat template's own variables; leave out "
                 f"{', '.join(taken)}"
             )
-        return cls(tuple(tools or ()), dict(values or {}))
+        return cls(tuple(tools), dict(values or {}))
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `apply_chat_template`."""
@@ -228,13 +235,11 @@ def as_messages(history: Sequence[Message | Mapping[str, Any]] | None) -> list[d
             the template).
     """
     turns = []
-    if isinstance(history, str):
-        raise InvalidInputError("history must be a list of messages, not one text")
-    for index, turn in enumerate(history or ()):
+    for index, turn in enumerate(listed("history", history, "messages")):
         plain = asdict(turn) if isinstance(turn, Message) else turn
         role = plain.get("role") if isinstance(plain, Mapping) else None
         content = plain.get("content") if isinstance(plain, Mapping) else None
-        if role not in _SPEAKERS or not isinstance(content, str):
+        if not isinstance(role, str) or role not in _SPEAKERS or not isinstance(content, str):
             raise InvalidInputError(
                 f"history[{index}] must have the role user, assistant or tool and a text content; "
                 "an instruction belongs into PromptTemplate(system=...)"

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
@@ -26,13 +27,27 @@ _POLL = 0.005  # seconds between two tries for a lock file
 _ALL: weakref.WeakSet[ThreadLocks] = weakref.WeakSet()
 
 
+@dataclass(eq=False)
+class _Named:
+    """A lock that has a name.
+
+    Attributes:
+        lock: The lock.
+        users: Threads that hold it or wait for it.
+        holder: The thread that holds it, or None.
+    """
+
+    lock: threading.Lock = field(default_factory=new_lock)
+    users: int = 0
+    holder: int | None = None
+
+
 class ThreadLocks:
-    """Locks by name among the threads of a process, made on first use and kept."""
+    """Locks by name among the threads of a process; one is there while a thread wants it."""
 
     def __init__(self) -> None:
         self._guard = new_lock()
-        self._locks: dict[str, threading.Lock] = {}
-        self._holders: dict[str, int] = {}
+        self._named: dict[str, _Named] = {}
         _ALL.add(self)
 
     @contextmanager
@@ -52,24 +67,35 @@ class ThreadLocks:
 
     def forget(self) -> None:
         """Know no holders, in a forked child: a thread there may have the number of one of them."""
-        self._locks = {}
-        self._holders = {}
+        self._named = {}
 
     @contextmanager
     def _one(self, name: str, patience: float | None) -> Iterator[bool]:
-        with self._guard:
-            lock = self._locks.get(name) or self._locks.setdefault(name, new_lock())
-            if patience is None and self._holders.get(name) == threading.get_ident():
+        with self._wanted(name) as named:
+            if patience is None and named.holder == threading.get_ident():
                 raise InvalidInputError("locked() must not be nested: leave the first one before")
-        if not lock.acquire(timeout=-1 if patience is None else patience):
-            yield False
-            return
-        self._holders[name] = threading.get_ident()
+            if not named.lock.acquire(timeout=-1 if patience is None else patience):
+                yield False
+                return
+            named.holder = threading.get_ident()
+            try:
+                yield True
+            finally:
+                named.holder = None
+                named.lock.release()
+
+    @contextmanager
+    def _wanted(self, name: str) -> Iterator[_Named]:
+        with self._guard:
+            named = self._named.setdefault(name, _Named())
+            named.users += 1
         try:
-            yield True
+            yield named
         finally:
-            self._holders.pop(name, None)
-            lock.release()
+            with self._guard:
+                named.users -= 1
+                if not named.users and self._named.get(name) is named:
+                    del self._named[name]
 
 
 _PROCESS = ThreadLocks()
