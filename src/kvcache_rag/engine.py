@@ -550,6 +550,7 @@ class Engine(NamedArguments):
         chunks = self._planner.chunks(texts)
         if chunks:
             with self._lock:
+                self._adapter.ensure_prefills()
                 prefiller.prefix()
         with telemetry.added(self._adapter, chunks, started) as computed:
             computed.append(
@@ -601,6 +602,8 @@ class Engine(NamedArguments):
             raise InvalidInputError("this model keeps no keys and values")
         self._follow()
         joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
+        with self._lock:
+            self._adapter.ensure_prefills()
         with telemetry.added(self._adapter, joined, started) as computed:
             computed.append(self._joint.fill(joined, self._lock, show_progress=show_progress))
         return [chunk.key for chunk in joined]

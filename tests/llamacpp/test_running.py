@@ -24,6 +24,7 @@ from kvcache_rag import (
     BestLast,
     Engine,
     FullRecompute,
+    InvalidInputError,
     KVCacheRagError,
     MemoryStore,
     PromptTemplate,
@@ -94,6 +95,30 @@ def test_an_answer_ends_at_the_next_token(engine: Engine) -> None:
     assert len(answer.token_ids) < 20
     short = engine.generate(QUESTION, TEXTS, **{**options, "max_new_tokens": 8})
     assert short.token_ids[: len(answer.token_ids)] == answer.token_ids[:8]
+
+
+def test_a_callback_overwrites_nothing_of_the_answer(engine: Engine) -> None:
+    """Chunks are computed in the memory of the answer, whoever asks for them."""
+    expected = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4).token_ids
+    for call in (
+        lambda: engine.add(["What is added meanwhile."]),
+        lambda: engine.in_namespace("other").generate(QUESTION, TEXTS[:1], max_new_tokens=1),
+    ):
+        with pytest.raises(InvalidInputError, match="is answering, and its callbacks"):
+            engine.generate(QUESTION, TEXTS, emit=lambda _, call=call: call(), max_new_tokens=4)  # type: ignore[misc]
+        again = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4)
+        assert again.token_ids == expected
+
+
+def test_chunks_are_computed_until_nobody_wants_them(engine: Engine) -> None:
+    texts = [f"{number}: {''.join(TEXTS)}" for number in range(4)]
+    tenant = engine.in_namespace("stopped")
+    for looks in (0, 1, 5, 20):
+        answer = tenant.generate(QUESTION, texts, policy=Reuse(), cancelled=After(looks))
+        assert (answer.text, answer.finish_reason) == ("", "length")
+    found = tenant.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4)
+    expected = engine.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4)
+    assert found.token_ids == expected.token_ids
 
 
 def test_a_batch_that_is_stopped(engine: Engine) -> None:

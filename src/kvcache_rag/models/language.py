@@ -141,18 +141,27 @@ class LanguageModel(ABC):
         """Let the model compute within what its chunks' names promise."""
         yield
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answer a question, for whoever holds the model.
-
-        Raises:
-            InvalidInputError: If one is being answered, and a callback of it has come here.
-        """
+    def ensure_idle(self) -> None:
+        """Raise `InvalidInputError` in a callback of an answer; for whoever holds the model."""
         if self.is_answering:
             raise InvalidInputError(
                 "this model is answering, and its callbacks (emit, logits_processor, "
                 "stopping_criteria) cannot ask it; ask when the answer has ended, or another model"
             )
+
+    def ensure_prefills(self) -> None:
+        """The same where chunks are computed in the memory of the answer."""
+        if self.has_cells:
+            self.ensure_idle()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer a question, for whoever holds the model.
+
+        Raises:
+            InvalidInputError: In a callback of another answer, whose context would be overwritten.
+        """
+        self.ensure_idle()
         self.is_answering = True
         try:
             yield
