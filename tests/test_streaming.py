@@ -264,6 +264,30 @@ async def test_an_async_stream_never_blocks_the_loop(engine: Engine, steps: Step
     assert len(gaps) > 50, "24 steps of 30 ms leave room for hundreds of ticks"
 
 
+async def test_pieces_come_however_many_others_wait(engine: Engine, steps: Steps) -> None:
+    steps.pause = 0.02
+    running: set[int] = set()
+    ended = list[int]()
+
+    async def consume(number: int) -> None:
+        stream = engine.astream(QUESTION, TEXTS, max_new_tokens=6 if number else 30)
+        async for _ in stream:
+            running.add(number)
+            # Of what is answered, the pieces come while it is answered.
+            assert number or not ended
+        ended.append(number)
+
+    first = asyncio.create_task(consume(0))
+    while not running:
+        await asyncio.sleep(0.001)
+    others = [asyncio.create_task(consume(number)) for number in range(1, 100)]
+    await first
+    assert not running - {0}, "nothing but this one was answered"
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 async def test_cancelling_the_consumer_stops_the_model(engine: Engine, steps: Steps) -> None:
     steps.pause = 0.005
     started = asyncio.Event()

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, NoReturn, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
@@ -66,6 +67,22 @@ def _stop_all() -> None:
         thread.join(timeout=10)
 
 
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():  # nor cancelled
+        woken.set_result(None)
+
+
+class _Bell:
+    """Is rung for each piece; calls who waits for one, once."""
+
+    call: Callable[[], object] | None = None
+
+    def ring(self) -> None:
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
+
 class AnswerStream(Iterator[str]):
     """Pieces of an answer, as an iterator of strings.
 
@@ -80,15 +97,20 @@ class AnswerStream(Iterator[str]):
         self._answer: Answer | None = None
         self._ended = False
         self._process = os.getpid()
-        pieces, cancelled = self._pieces, self._cancelled
+        self._bell = _Bell()
+        pieces, cancelled, bell = self._pieces, self._cancelled, self._bell
+
+        def put(piece: str | Answer | BaseException) -> None:
+            pieces.put(piece)
+            bell.ring()
 
         def work() -> None:
             # No reference to the stream itself: it can be dropped, and `__del__` then stops this
             # thread.
             try:
-                pieces.put(run(pieces.put, cancelled))
+                put(run(put, cancelled))
             except BaseException as error:
-                pieces.put(error)
+                put(error)
 
         # In the caller's context, by which tracers and loggers know whose work it is.
         within = contextvars.copy_context()
@@ -116,6 +138,19 @@ class AnswerStream(Iterator[str]):
             raise piece
         self._answer = piece
         raise StopIteration
+
+    async def _there(self) -> None:
+        """Wait for the next piece in no thread, of which the streams of others may have need."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(_wake, woken)
+
+        self._bell.call = wake  # before one looks, so that no piece is missed
+        if self._pieces.empty() and not self._ended and self._process == os.getpid():
+            await woken
 
     def close(self) -> None:
         """Stop generating at the next token and wait until the model is free."""
@@ -178,8 +213,11 @@ class AsyncAnswerStream(AsyncIterator[str]):
         if self._closed:
             raise StopAsyncIteration
         try:
-            stream = self._stream or await in_thread(self._open)
-            piece: str | None = await in_thread(next, stream, None)
+            stream = self._stream
+            if stream is None:
+                stream = await in_thread(self._open)
+            await stream._there()
+            piece = next(stream, None)
         except asyncio.CancelledError:
             self._closed = True
             if self._stream is not None:
