@@ -168,6 +168,8 @@ def test_full_prefills_may_be_longer_and_leave_no_trace() -> None:
         full = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=4)
         assert list(full.token_ids) == expected.tolist()
         assert error(engine.logits(QUESTION, SHORT), short) < TOLERANCE
+    whole = ["".join(TEXTS)]  # also in one chunk
+    assert engine.generate(QUESTION, whole, policy=FullRecompute(), max_new_tokens=1).token_ids
 
 
 def test_dynamic_frequencies_stay_those_of_short_prompts() -> None:

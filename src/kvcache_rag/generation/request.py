@@ -227,14 +227,16 @@ class Planner:
             )
         max_new_tokens = checked_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
-        context = self.chunks(listed_chunks(chunks), any_length=overflow == "drop_lowest")
+        window, beyond = self.window, self.beyond
+        is_longer = self.longest > window and policy.is_full
+        if is_longer:
+            window, beyond = self.longest, ""
+        any_length = is_longer or overflow == "drop_lowest"
+        context = self.chunks(listed_chunks(chunks), any_length=any_length)
         scores = ranking(scores, len(context))
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
             overflow = "drop_lowest"
-        window, beyond = self.window, self.beyond
-        if self.longest > window and policy.is_full:
-            window, beyond = self.longest, ""
         room = window - len(self.renderer.prefix_ids) - max_new_tokens
         if sum(map(len, context)) > room - len(query):
             # What a row says of a length is a hint: before anything is left out, its text counts.
