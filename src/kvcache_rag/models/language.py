@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -50,7 +51,6 @@ class LanguageModel(ABC):
         dtype: Of its keys and values.
         takes_positions: Whether its forward pass can be told positions.
         has_cells: Whether contexts lie in memory of its own (`models/llamacpp`), not in a buffer.
-        is_answering: Whether a question is being answered, by the thread that holds the model.
     """
 
     model: Any
@@ -62,7 +62,9 @@ class LanguageModel(ABC):
     dtype: torch.dtype
     takes_positions: bool
     has_cells: bool = False
-    is_answering: bool = False
+    # Whether a question is being answered by the thread that holds the model: the number of the
+    # process, as a forked child has another model.
+    _answering: int = 0
 
     # ---------------------------------------------------------------- what it computes
 
@@ -143,7 +145,7 @@ class LanguageModel(ABC):
 
     def ensure_idle(self) -> None:
         """Raise `InvalidInputError` in a callback of an answer; for whoever holds the model."""
-        if self.is_answering:
+        if self._answering == os.getpid():
             raise InvalidInputError(
                 "this model is answering, and its callbacks (emit, logits_processor, "
                 "stopping_criteria) cannot ask it; ask when the answer has ended, or another model"
@@ -162,11 +164,11 @@ class LanguageModel(ABC):
             InvalidInputError: In a callback of another answer, whose context would be overwritten.
         """
         self.ensure_idle()
-        self.is_answering = True
+        self._answering = os.getpid()
         try:
             yield
         finally:
-            self.is_answering = False
+            self._answering = 0
 
     @contextmanager
     def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
