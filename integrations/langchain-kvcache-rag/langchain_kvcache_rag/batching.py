@@ -17,6 +17,7 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.runnables.config import get_config_list
 
 from kvcache_rag import KVCacheRagError
+from kvcache_rag.forks import new_lock
 from kvcache_rag.generation import cancellable
 from langchain_kvcache_rag.calls import with_policy
 from langchain_kvcache_rag.messages import Grounded
@@ -57,18 +58,28 @@ class _Ready:
     call: Call
     answer: Answer | BaseException
 
+    def is_of(self, call: Call) -> bool:
+        return self.call.asked == call.asked and self.call.options == call.options
 
-_READY: ContextVar[Sequence[_Ready]] = ContextVar("kvcache_rag_ready", default=())
+
+_READY: ContextVar[list[_Ready]] = ContextVar("kvcache_rag_ready")
+_TAKING: Final = new_lock()  # the calls of one `batch` run in threads
 
 
 def ready_answer(call: Call) -> Answer | None:
-    """The answer to a call of a batch; None if it has to be answered alone."""
-    for ready in _READY.get():
-        if ready.call.asked == call.asked and ready.call.options == call.options:
-            if isinstance(ready.answer, BaseException):
-                raise ready.answer
-            return ready.answer
-    return None
+    """Take the answer to a call of a batch; None if it has to be answered alone.
+
+    Each is given once: equal prompts of a batch get a sample each.
+    """
+    left = _READY.get([])
+    with _TAKING:
+        at = next((at for at, ready in enumerate(left) if ready.is_of(call)), None)
+        if at is None:
+            return None
+        answer = left.pop(at).answer
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def batch(

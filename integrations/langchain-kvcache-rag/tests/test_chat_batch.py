@@ -66,6 +66,13 @@ async def test_abatch_equals_batch(llm: ChatKVCache, batches: list[int]) -> None
     assert [one.text for one in answers] == [one.text for one in llm.batch(QUESTIONS)]
 
 
+async def test_equal_prompts_get_a_sample_each(llm: ChatKVCache, batches: list[int]) -> None:
+    sampling = llm.model_copy(update={"temperature": 1.0, "max_tokens": 12})
+    for answers in (sampling.batch([QUESTIONS[0]] * 4), await sampling.abatch([QUESTIONS[0]] * 4)):
+        assert len({one.text for one in answers}) == 4
+    assert batches == [4, 4]
+
+
 async def test_abatch_does_not_block_the_loop(
     llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
