@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # What names a collection's place for another process, too.
 _PLACES: Final = ("persist_directory", "host", "chroma_cloud_api_key")
-# SQLite refuses statements with tens of thousands of variables.
-_IDS = 5000
 
 
 class KVCacheChroma(Reopened, Chroma):
@@ -303,13 +301,10 @@ class KVCacheChroma(Reopened, Chroma):
     # ------------------------------------------------------------------ reading
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Documents by id, in no certain order; ids that are not there are left out."""
-        wanted = list(dict.fromkeys(ids))
-        pages = [self.get(ids=wanted[at : at + _IDS]) for at in range(0, len(wanted), _IDS)]
+        found = self.get(ids=[*ids])
+        columns = zip(found["ids"], found["documents"], found["metadatas"], strict=True)
         return [
             Document(page_content=text, metadata=metadata or {}, id=id_)
-            for page in pages
-            for id_, text, metadata in zip(
-                page["ids"], page["documents"], page["metadatas"], strict=True
-            )
+            for id_, text, metadata in columns
             if text is not None
         ]

@@ -35,6 +35,7 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
+from llama_index.kvcache_rag.commands import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -388,3 +389,36 @@ async def test_writing_does_not_block_the_event_loop(
     await memory.async_add([node("a")])
     ticking.cancel()
     assert ticks >= 10
+
+
+def test_collections_of_any_size_are_read_and_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chroma answers 32,766 rows at a time; a tenth of that is sooner written.
+    client = chromadb.EphemeralClient()
+    collection = client.create_collection(f"c-{uuid.uuid4().hex}", embedding_function=None)
+    count, get = 3333, chromadb.Collection.get
+    names = [f"i{index}" for index in range(count)]
+    embeddings = [[1.0, float(index)] for index in range(count)]
+    metadatas: Any = [{"year": index % 2, "kv_key": name} for index, name in enumerate(names)]
+    collection.add(names, embeddings, metadatas, names)  # type: ignore[arg-type]
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        found = get(*arguments, **options)
+        if len(found["ids"]) > 1000:
+            raise RuntimeError("too many SQL variables")
+        return found
+
+    monkeypatch.setattr(chromadb.Collection, "get", limited)
+    monkeypatch.setattr(collection._client, "get_max_batch_size", lambda: 1000)
+    store = KVCacheVectorStore(collection)
+    assert sorted(ids(store)) == sorted(names)
+    assert report.stored_chunks(store) == {*names}
+    assert report.whole_documents(store) == {}
+    assert len(store.get_nodes(names[5:])) == count - 5
+    of_rows = store._collection.get(include=["embeddings"], offset=3, limit=2000)
+    assert of_rows["embeddings"].shape == (2000, 2)
+    asked = VectorStoreQuery([1.0, 3.0], node_ids=names[3:], similarity_top_k=1)
+    assert store.query(asked).ids == ["i3"]
+    store.delete_nodes(filters=year(1))
+    assert store.client.count() == (count + 1) // 2
+    store.delete_nodes(names)
+    assert store.client.count() == 0

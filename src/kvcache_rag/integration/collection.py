@@ -201,13 +201,10 @@ class PrefilledCollection(ABC):
     # ------------------------------------------------------------------ reading
     def get(self, ids: Any = None, **options: Any) -> Any:
         """As Chroma's; no ids are no rows."""
-        for id_ in () if ids is None else listed(ids):
+        wanted = None if ids is None else listed(ids)
+        for id_ in wanted or ():
             check_unicode(f"the id {id_!r}", id_)
-        if ids is not None and not listed(ids):
-            # Chroma refuses an empty list of ids, but knows how an answer without rows looks.
-            include = {name: options[name] for name in ("include",) if name in options}
-            return self.collection.get(limit=0, **include)
-        found: Any = self.collection.get(ids=ids, **options)
+        found = self._rows.columns(wanted, **options)
         if found["metadatas"] is not None:
             found["metadatas"] = [self._shown(one) for one in found["metadatas"]]
         return found

@@ -164,14 +164,31 @@ class Rows:
             )
         return rows[:limit]
 
-    def _pages(self, ids: Iterable[str] | None, limit: int | None, **options: Any) -> Iterator[Any]:
+    def columns(
+        self,
+        ids: Iterable[str] | None,
+        limit: int | None = None,
+        offset: int | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """What Chroma's `get` gives, of any number of rows; no ids are no rows."""
+        if ids is not None and (limit is not None or offset):  # which of them, only Chroma knows
+            pages = [self.collection.get(ids=[*ids], limit=limit, offset=offset, **options)]
+        else:
+            pages = [*self._pages(ids, limit, offset or 0, **options)]
+        # Chroma refuses an empty list of ids, but knows how an answer without rows looks.
+        return _joined(pages or [self.collection.get(limit=0, **options)])
+
+    def _pages(
+        self, ids: Iterable[str] | None, limit: int | None, offset: int = 0, **options: Any
+    ) -> Iterator[Any]:
         if ids is not None:
             for batch in _batches(list(dict.fromkeys(ids)), self._batch):
                 yield self.collection.get(ids=batch, **options)
             return
-        offset = 0
-        while limit is None or offset < limit:
-            size = self._batch if limit is None else min(self._batch, limit - offset)
+        end = None if limit is None else offset + limit
+        while end is None or offset < end:
+            size = self._batch if end is None else min(self._batch, end - offset)
             page = self.collection.get(limit=size, offset=offset, **options)
             yield page
             if len(page["ids"]) < size:
@@ -289,6 +306,25 @@ def _replacing(new: Mapping[str, Any], old: Row | None) -> dict[str, Any]:
 def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
     vectors = [list(row.embedding) for row in rows if row.embedding is not None]
     return vectors or None
+
+
+def _joined(pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Answers of Chroma as one."""
+    kept = [page for page in pages if page["ids"]] or pages[:1]
+    if len(kept) == 1:
+        return kept[0]
+    return {
+        name: column if column is None or name == "included" else _column(name, kept)
+        for name, column in kept[0].items()
+    }
+
+
+def _column(name: str, pages: Sequence[dict[str, Any]]) -> Any:
+    if name == "embeddings":
+        import numpy as np
+
+        return np.concatenate([page[name] for page in pages])
+    return [value for page in pages for value in page[name]]
 
 
 def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:

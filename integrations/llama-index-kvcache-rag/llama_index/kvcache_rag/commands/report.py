@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.integration import plain
+from kvcache_rag.commands.collections import referenced
+from kvcache_rag.integration import Rows, plain
 from llama_index.kvcache_rag.commands.settings import this_machine
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def chunk_files(kv: str) -> dict[str, int]:
 
 def stored_chunks(store: KVCacheVectorStore) -> set[str]:
     """Digests of the chunks that a collection's rows refer to."""
-    rows = store.client.get(include=["metadatas"])["metadatas"] or []
-    return {str(row["kv_key"]) for row in rows if row and "kv_key" in row}
+    return {*referenced(store.client)}
 
 
 def whole_documents(store: KVCacheVectorStore) -> dict[str, str]:
@@ -49,10 +49,10 @@ def whole_documents(store: KVCacheVectorStore) -> dict[str, str]:
 
     One whose writing was stopped is not among them: a chunk's neighbour is missing there.
     """
-    rows = store.client.get(include=["metadatas"])
-    ids, found, broken = set(rows["ids"]), {}, set()
-    for row in rows["metadatas"] or []:
-        related = json.loads(str((row or {}).get("_node_content", "{}"))).get("relationships", {})
+    rows = Rows(store.client).get(metadata_only=True)
+    ids, found, broken = {row.id for row in rows}, {}, set()
+    for row in rows:
+        related = json.loads(str(row.metadata.get("_node_content", "{}"))).get("relationships", {})
         if _SOURCE not in related:
             continue
         name = related[_SOURCE]["node_id"]
