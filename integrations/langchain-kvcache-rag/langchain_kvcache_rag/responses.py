@@ -135,11 +135,11 @@ class _Pieces:
         if isinstance(part, Reasoning):
             return AIMessageChunk(content="", additional_kwargs={"reasoning_content": part.text})
         self._calls += 1
-        name, arguments = None, ""
-        if isinstance(part, ToolCall):
-            name, arguments = part.name, json.dumps(part.arguments, ensure_ascii=False)
-        else:
-            arguments = part.text
+        # What is no call becomes a string in JSON: what was cut, LangChain mends to a call of "".
+        name, given = (
+            (part.name, part.arguments) if isinstance(part, ToolCall) else (None, part.text)
+        )
+        arguments = json.dumps(given, ensure_ascii=False)
         chunk = tool_call_chunk(name=name, args=arguments, id=part.id, index=self._calls - 1)
         return AIMessageChunk(content="", tool_call_chunks=[chunk])
 

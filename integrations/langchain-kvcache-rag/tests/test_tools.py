@@ -156,6 +156,19 @@ def test_what_is_no_call_is_an_invalid_one() -> None:
     assert message.invalid_tool_calls[0]["error"]
 
 
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
+async def test_a_call_that_was_cut_is_an_invalid_one(call: Callable[..., str]) -> None:
+    answer = call(("add", {"a": 1, "b": 2}))
+    llm, _ = make(*[answer] * 3, native=call is native_call)
+    bound = llm.bind_tools([add], max_tokens=len(answer) - 20)
+    whole, streamed = bound.invoke("Add."), joined(bound.stream("Add."))
+    later = joined([chunk async for chunk in bound.astream("Add.")])
+    for message in (whole, streamed, later):
+        assert message.tool_calls == []
+        assert [one["name"] for one in message.invalid_tool_calls] == [None]
+        assert '"add"' in str(message.invalid_tool_calls[0]["args"]).replace("\\", "")
+
+
 def test_a_schema_and_tools_in_one_call_are_refused() -> None:
     llm, _ = make()
     schema = {"type": "object", "properties": {"x": {"type": "string"}}}
