@@ -146,6 +146,44 @@ def test_a_sub_question_does_not_take_the_cost_of_another(
     assert cost(first) == before
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+async def test_a_stream_does_not_take_the_cost_of_what_is_asked_meanwhile(
+    index: VectorStoreIndex, llm: KVCacheLLM, as_chat: bool
+) -> None:
+    def engine(streaming: bool) -> tuple[Any, Any]:
+        """What asks, and what asks without blocking."""
+        if as_chat:
+            memory = ChatMemoryBuffer.from_defaults(token_limit=500, tokenizer_fn=list)
+            chat = index.as_chat_engine(ChatMode.CONTEXT, llm=llm, memory=memory)
+            if streaming:
+                return chat.stream_chat, chat.astream_chat
+            return chat.chat, chat.achat
+        query = index.as_query_engine(llm=llm, streaming=streaming)
+        return query.query, query.aquery
+
+    def told(response: Any) -> dict[str, Any]:
+        return {name: one for name, one in cost(response).items() if not isinstance(one, float)}
+
+    engine(False)[0](QUESTION)  # its chunks are there from now on
+    expected = told(engine(False)[0](QUESTION))
+    response = engine(True)[0](QUESTION)
+    llm.complete("Once upon a time")
+    pieces = response.response_gen
+    assert next(pieces)
+    llm.complete("Once upon a time")
+    assert [*pieces]
+    llm.complete("Once upon a time")
+    assert told(response) == expected
+    response = await engine(True)[1](QUESTION)
+    await llm.acomplete("Once upon a time")
+    pieces = response.async_response_gen()
+    assert await anext(pieces)
+    await llm.acomplete("Once upon a time")
+    assert [piece async for piece in pieces]
+    await llm.acomplete("Once upon a time")
+    assert told(response) == expected
+
+
 # ---------------------------------------------------------------------- what is asked
 def test_law_the_rest_of_the_prompt_is_the_question(llm: KVCacheLLM, engine: Engine) -> None:
     know(KEEPER, LAMP)

@@ -9,7 +9,8 @@ else of the prompt is the question behind them.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -111,6 +112,7 @@ class _Watch(BaseSpanHandler[BaseSpan]):
             if getattr(llm, "match_chunks", False):
                 _warn_of_changes(nodes, llm)
             _report.set({} if nodes else None)
+            _shown.set(None)
         elif isinstance(instance, BaseChatEngine):
             _report.set(None)
             _shown.set(None)
@@ -127,10 +129,12 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         if isinstance(result, list):
             _know_all(result)
         elif isinstance(instance, BaseSynthesizer) and hasattr(result, "source_nodes"):
-            _show(result, _report.get())
-            _shown.set(_report.get())
-            if not _is_stream(result):  # else the LLM is asked when the stream is read
-                _report.set(None)
+            report = _report.get()
+            _report.set(None)
+            if report is not None:  # else it was the span of a method that the method calls
+                _show(result, report)
+                _shown.set(report)
+                _read_into(report, result)
         elif isinstance(instance, BaseChatEngine):
             _show(result, _shown.get())
 
@@ -175,6 +179,50 @@ def _show(response: Any, report: dict[str, Any] | None) -> None:
 
 def _is_stream(response: Any) -> bool:
     return not isinstance(response, (Response, PydanticResponse, AgentChatResponse))
+
+
+def _read_into(report: dict[str, Any], response: Any) -> None:
+    """Have the stream of a response, which asks the LLM when it is read, add what it costs."""
+    items = getattr(response, "response_gen", None)
+    if isinstance(items, AsyncGenerator):
+        response.response_gen = _aread(items, report)
+    elif isinstance(items, Generator):
+        response.response_gen = _read(items, report)
+
+
+def _read(items: Generator[Any, None, None], report: dict[str, Any]) -> Generator[Any, None, None]:
+    with closing(items):
+        while True:
+            with _reporting(report):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+
+async def _aread(
+    items: AsyncGenerator[Any, None], report: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    async with aclosing(items):
+        while True:
+            with _reporting(report):
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield item
+
+
+@contextmanager
+def _reporting(report: dict[str, Any]) -> Iterator[None]:
+    """While a stream is read, and no longer: what is asked between two pieces is another's."""
+    before = _report.get()
+    _report.set(report)
+    try:
+        yield
+    finally:
+        _report.set(before)
 
 
 @lru_cache(maxsize=1)
