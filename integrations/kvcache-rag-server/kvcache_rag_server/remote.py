@@ -63,6 +63,8 @@ _PAUSE: Final = 1.0
 
 _TOO_LONG: Final = "context_length_exceeded"
 
+_TOO_LARGE: Final = 413
+
 # Arguments of `Engine.generate` by their names in a request.
 _SENT: Final = {
     "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
@@ -373,20 +375,38 @@ class RemoteEngine(Reopened):
 
         Raises:
             concurrent.futures.CancelledError: If it was stopped; what was computed stays stored.
-            ContextTooLongError: If a chunk does not fit the context window; those before it are
-                stored.
+            ContextTooLongError: If a chunk does not fit the context window, or is more than the
+                server takes; those before it are stored.
             RemoteServerError: If the server is not there, has no room or failed.
         """
+        done = 0
         with progress_bar(len(texts), "prefilling", "chunk", show=show_progress) as bar:
             for part in _parts(texts):
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError
-                self._asked(self._patiently(partial(self._prefill, part)))
+                self._asked(self._prefill(part, done))
                 bar.update(len(part))
+                done += len(part)
         return [None] * len(texts)
 
-    async def _prefill(self, part: Sequence[str]) -> None:
-        await self._client.post("/v1/prefill", {"documents": list(part)})
+    async def _prefill(self, part: list[str], at: int) -> None:
+        """Have texts computed, of which the first is number `at`; half of them where it is told so.
+
+        A server does not say how many documents and bytes it takes before it is asked.
+        """
+        post = partial(self._client.post, "/v1/prefill", {"documents": part})
+        try:
+            await self._patiently(post)
+        except RefusedError as error:
+            if error.status != _TOO_LARGE:
+                raise
+            if len(part) == 1:
+                raise ContextTooLongError(
+                    f"chunk {at} is more than the server at {self.url} takes, which says: {error}"
+                ) from None
+            half = len(part) // 2
+            await self._prefill(part[:half], at)
+            await self._prefill(part[half:], at + half)
 
     def keys(self, texts: Sequence[str]) -> list[None]:
         """None of each; raises as `add` does for what cannot be a chunk."""

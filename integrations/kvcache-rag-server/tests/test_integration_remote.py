@@ -26,7 +26,13 @@ from kvcache_rag import (
 )
 from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, RemoteServerError
 from kvcache_rag.generation import StoredChunk, cancellable
-from kvcache_rag.integration import ConversationForms, Reference, ToolChoice, remote_engine
+from kvcache_rag.integration import (
+    ConversationForms,
+    Reference,
+    ToolChoice,
+    prefill_texts,
+    remote_engine,
+)
 from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.policies.named import name_of
 from kvcache_rag_lab.evaluation.tasks import own_score
@@ -36,6 +42,7 @@ from kvcache_rag_server import responses
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.remote import OWNER, RemoteEngine
+from kvcache_rag_server.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,6 +157,22 @@ def test_what_was_prefilled_is_reused(remote: RemoteEngine) -> None:
     stopped.set()
     with pytest.raises(CancelledError):
         remote.add(texts, cancelled=stopped)
+
+
+def test_a_server_that_takes_less_at_once_is_given_less() -> None:
+    texts = [f"The box number {place} is green." for place in range(20)]
+    large = [*texts[:9], "The box is " + "very " * 50 + "green.", *texts[9:]]
+    limits = RequestLimits(max_documents=3, max_document_bytes=100)
+    with tiny_backend() as backend, running(build_app(backend, settings(limits=limits))) as found:
+        few = RemoteEngine(found)
+        with pytest.raises(ContextTooLongError, match=r"chunk 9 is more .* document_bytes of 100"):
+            few.add(large)
+        with pytest.warns(UserWarning, match=r"row 'r9' written without .*: it is more than the"):
+            prefill_texts(few, [f"r{index}" for index in range(21)], large)
+        for place in (0, 8, 9, 19):
+            answer = few.generate("What is green?", [texts[place]], max_new_tokens=4)
+            assert (answer.metrics.misses, sum(answer.metrics.hits.values())) == (0, 1)
+        few.close()
 
 
 def test_a_verdict_is_about_the_engine_there(remote: RemoteEngine, engine: Engine) -> None:
