@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnablePassthrough
@@ -126,6 +127,20 @@ def test_a_chain_answers_from_what_the_server_prefilled(url: str, tmp_path: Path
         store.delete(["a"])
         assert store.get(["b"])["ids"] == ["b"]
     assert texts["here"] == texts["there"]
+
+
+async def test_answers_name_the_servers_model(url: str) -> None:
+    llm = ChatKVCache(base_url=url, max_tokens=4)
+    asked = [HumanMessage([document_block(Document(TEXTS[0])), {"type": "text", "text": QUESTION}])]
+    with get_usage_metadata_callback() as counted:
+        llm.invoke(QUESTION)
+        llm.batch([asked, asked])
+        await llm.ainvoke(asked)
+        whole = [*llm.stream(asked), *[chunk async for chunk in llm.astream(asked)]]
+    assert [*counted.usage_metadata] == ["tiny"]
+    names = [one.response_metadata.get("model_name") for one in whole]
+    assert [name for name in names if name is not None] == ["tiny"] * 2
+    assert KVCacheLLM(base_url=url).metadata.model_name == "tiny"
 
 
 async def test_streams_batches_and_other_messages(url: str) -> None:

@@ -43,6 +43,7 @@ class Call:
         asked: What the messages ask.
         options: Keyword arguments of the engine's `generate` or `complete`.
         form: How it is written and how the answer is read.
+        model_name: As the user or the server calls it.
         is_pasted: Whether documents seem to stand in its messages as mere text.
     """
 
@@ -51,6 +52,7 @@ class Call:
     asked: Asked
     options: dict[str, Any]
     form: ConversationForm
+    model_name: str
     is_pasted: bool = False
 
     @property
@@ -120,6 +122,7 @@ def call_of(
     asked: Asked,
     options: dict[str, Any],
     *,
+    model_name: str,
     is_held: bool,
     is_pasted: bool,
 ) -> Call:
@@ -130,6 +133,7 @@ def call_of(
         references: Where the texts' KV is.
         asked: What the messages ask.
         options: As `call_options` gave them.
+        model_name: As the user calls it; "" for the server's name.
         is_held: Whether a grammar holds the answer already.
         is_pasted: As of `Call`.
 
@@ -151,7 +155,8 @@ def call_of(
         options["logits_processor"] = [*processors, *form.options.get("logits_processor", ())]
     if isinstance(asked, Grounded):
         options.update(form.chat)
-    return Call(engine, references, asked, options, form, is_pasted)
+    name = model_name or str(getattr(engine, "name", ""))
+    return Call(engine, references, asked, options, form, name, is_pasted)
 
 
 def call_options(

@@ -185,7 +185,7 @@ class ChatKVCache(ChatSettings):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         answer = batching.ready_answer(call)
-        return result(call.run() if answer is None else answer, self.model, call)
+        return result(call.run() if answer is None else answer, call)
 
     async def _agenerate(
         self,
@@ -198,7 +198,7 @@ class ChatKVCache(ChatSettings):
         answer = batching.ready_answer(call)
         if answer is None:
             answer = await cancellable(call.run)
-        return result(answer, self.model, call)
+        return result(answer, call)
 
     def _stream(
         self,
@@ -209,7 +209,7 @@ class ChatKVCache(ChatSettings):
     ) -> Iterator[ChatGenerationChunk]:
         # The base class reports each chunk's text to callbacks.
         call = self._call(messages, stop, kwargs)
-        return chunks(call.open(), self.model, call)
+        return chunks(call.open(), call)
 
     def _astream(
         self,
@@ -218,7 +218,7 @@ class ChatKVCache(ChatSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        return AsyncChunks(lambda: self._call(messages, stop, kwargs), self.model)
+        return AsyncChunks(lambda: self._call(messages, stop, kwargs))
 
     def batch(
         self,
@@ -328,6 +328,7 @@ class ChatKVCache(ChatSettings):
             shared.references,
             asked,
             for_asked(asked, options),
+            model_name=self.model,
             is_held=schema is not None,
             is_pasted=is_pasted,
         )

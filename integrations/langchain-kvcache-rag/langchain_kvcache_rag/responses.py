@@ -49,7 +49,7 @@ def usage(answer: Answer) -> UsageMetadata:
     )
 
 
-def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
+def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     """What `response_metadata` says: `kv_cache` metrics and more.
 
     LangChain adds messages up value by value: lists and texts are joined, whole numbers add up
@@ -61,7 +61,7 @@ def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
     flat = {name: one for name, one in cost.items() if not isinstance(one, float)}
     flat["prefix_mismatch"] = int(cost["prefix_mismatch"])
     return {
-        "model_name": model_name,
+        "model_name": call.model_name,
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,
         "kv_cache": {**flat, "answers": [cost]},
@@ -69,7 +69,7 @@ def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
     }
 
 
-def result(answer: Answer, model_name: str, call: Call) -> ChatResult:
+def result(answer: Answer, call: Call) -> ChatResult:
     """A whole answer."""
     reader = call.reader()
     parts: list[AnswerPart] = [answer.text]
@@ -90,12 +90,12 @@ def result(answer: Answer, model_name: str, call: Call) -> ChatResult:
             if isinstance(part, UnreadableCall)
         ],
         usage_metadata=usage(answer),
-        response_metadata=metadata(answer, model_name, call),
+        response_metadata=metadata(answer, call),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def chunks(stream: AnswerStream, model_name: str, call: Call) -> Iterator[ChatGenerationChunk]:
+def chunks(stream: AnswerStream, call: Call) -> Iterator[ChatGenerationChunk]:
     """Pieces as they come, then an empty one with usage and metrics.
 
     Closing stops generation, and so does closing the stream of a chain whose later steps would read
@@ -108,7 +108,7 @@ def chunks(stream: AnswerStream, model_name: str, call: Call) -> Iterator[ChatGe
             if _is_left_over():
                 return
         yield from pieces.rest()
-        yield _last(stream.answer, model_name, call)
+        yield _last(stream.answer, call)
     finally:
         stream.close()
 
@@ -151,7 +151,7 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
     on until the loop finds time.  This one stops generation as soon as it is dropped.
     """
 
-    def __init__(self, read: Callable[[], Call], model_name: str) -> None:
+    def __init__(self, read: Callable[[], Call]) -> None:
         """Take what reads the call; it may load the model, so it runs in a thread."""
         calls: list[Call] = []
         self._calls = calls
@@ -162,7 +162,6 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
             return calls[0].open()
 
         self._stream = AsyncAnswerStream(start)
-        self._model_name = model_name
         self._pieces: _Pieces | None = None
         self._ready: deque[ChatGenerationChunk] = deque()
         self._ended = False
@@ -184,7 +183,7 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
                 self._ready.extend(self._pieces.of(piece))
                 continue
             self._ready.extend(self._pieces.rest())
-            self._ready.append(_last(self._stream.answer, self._model_name, self._calls[0]))
+            self._ready.append(_last(self._stream.answer, self._calls[0]))
         return self._ready.popleft()
 
     async def aclose(self) -> None:
@@ -194,12 +193,12 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
         await self._stream.aclose()
 
 
-def _last(answer: Answer, model_name: str, call: Call) -> ChatGenerationChunk:
+def _last(answer: Answer, call: Call) -> ChatGenerationChunk:
     message = AIMessageChunk(
         content="",
         chunk_position="last",
         usage_metadata=usage(answer),
-        response_metadata=metadata(answer, model_name, call),
+        response_metadata=metadata(answer, call),
     )
     return ChatGenerationChunk(message=message)
 

@@ -43,6 +43,7 @@ class _Call:
     """What `metadata` looks at of a call."""
 
     def __init__(self, at: int) -> None:
+        self.model_name = "model"
         self.prompt_kind = ("reused", "pasted")[at % 2]
         self.form: Any = self
         self.tool_form = ("", "json")[at % 2]
@@ -66,7 +67,7 @@ def message_of(metrics: Metrics, at: int = 0) -> AIMessage:
     return AIMessage(
         answer.text,
         usage_metadata=usage(answer),
-        response_metadata=metadata(answer, "model", call),
+        response_metadata=metadata(answer, call),
     )
 
 

@@ -252,7 +252,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             num_output=self.max_new_tokens,
             is_chat_model=is_chat,
             is_function_calling_model=self.base_url is None,
-            model_name=self.model_name,
+            model_name=self.model_name or str(getattr(self.engine, "name", "")),
         )
 
     @property
