@@ -18,6 +18,7 @@ from small import make_model, make_tokenizer
 from store_place import TEMPLATE, TEXTS, Place, age, forget, write
 
 from kvcache_rag import DiskStore, Engine, TieredStore, cli
+from kvcache_rag.commands.collections import open_client
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag.stores import RemoteStore
 from kvcache_rag.stores.listing import namespaces
@@ -305,6 +306,25 @@ def test_without_chromadb_the_line_to_install_it_is_named(
     words = ["--collection", "docs", "--chroma", "http://localhost:8000"]
     assert cli.main(["store", "gc", str(tmp_path), *words]) == 2
     assert "pip install 'kvcache-rag[chroma]'" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("place", "server"),
+    [
+        ("http://[::1]:8123", ("[::1]", 8123, False)),
+        ("https://[::1]", ("[::1]", 443, True)),
+        ("http://chroma.example.org/", ("chroma.example.org", 8000, False)),
+    ],
+)
+def test_servers_are_named_by_their_urls(
+    monkeypatch: pytest.MonkeyPatch, place: str, server: tuple[str, int, bool]
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        chromadb, "HttpClient", lambda host, port, ssl: asked.append((host, port, ssl))
+    )
+    open_client(place)
+    assert asked == [server]
 
 
 def test_help_loads_no_torch() -> None:

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
 
@@ -39,26 +39,28 @@ def open_client(place: str) -> Any:
     """
     if "://" not in place and not (Path(place) / "chroma.sqlite3").is_file():
         raise InvalidInputError(f"there is no Chroma database in {place}; check --chroma")
-    url = _server(place) if "://" in place else None
+    server = _server(place) if "://" in place else None
     try:
         import chromadb
     except ImportError as error:
         raise MissingExtraError("chromadb", "chroma") from error
-    if url is None:
+    if server is None:
         return chromadb.PersistentClient(path=os.path.abspath(place))
+    host, port, ssl = server
     try:
-        host, port = str(url.hostname), url.port or 0  # which `_server` has put there
-        return chromadb.HttpClient(host, port, ssl=url.scheme == "https")
+        return chromadb.HttpClient(host, port, ssl=ssl)
     except Exception as error:  # whatever the client raises for a server that is not there
         raise InvalidInputError(f"there is no Chroma server at {place}; start it") from error
 
 
-def _server(place: str) -> SplitResult:
+def _server(place: str) -> tuple[str, int, bool]:
+    """Host, port, and whether it is asked by TLS."""
     url = urlsplit(place)
     with suppress(ValueError):
         port = url.port or (443 if url.scheme == "https" else 8000)
         if url.scheme in ("http", "https") and url.hostname and url.path in ("", "/"):
-            return url._replace(netloc=f"{url.hostname}:{port}")
+            host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+            return host, port, url.scheme == "https"
     raise InvalidInputError(
         f"--chroma {place} is no server's; say it as http://localhost:8000, or name a folder"
     )
