@@ -142,7 +142,8 @@ def call_of(
     """
     given = [options.pop(name, None) for name in _OF_TOOLS]
     values = options.pop("chat_template_kwargs", None)
-    choice = ToolChoice.of(*(given if given[0] else (None, None, None)))
+    tools = described_tools(given[0] or ())
+    choice = ToolChoice.of(tools, *(given[1:] if tools else (None, None)))
     if is_held and choice.may_call:
         raise InvalidInputError(
             "an answer cannot be held to json_schema and call tools at once; bind one of them"
@@ -200,10 +201,18 @@ def described_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         InvalidInputError: If something is no tool.
     """
     try:
-        return [convert_to_openai_tool(tool) for tool in tools]
+        described = [convert_to_openai_tool(tool) for tool in tools]
     except (TypeError, ValueError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidInputError(f"a tool cannot be described: {reason}") from error
+    for tool in described:
+        function = tool.get("function")
+        if not isinstance(function, dict) or "name" not in function:
+            raise InvalidInputError(
+                f"the tool {tool} is no function, and tools that a provider runs are not here; "
+                "give a function, a tool, a class or a description of a function"
+            )
+    return described
 
 
 def with_policy(config: RunnableConfig | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -495,6 +495,10 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(llm: ChatKVCache) -> Non
 def test_what_is_no_tool_is_refused(llm: ChatKVCache) -> None:
     with pytest.raises(InvalidInputError, match="a tool cannot be described"):
         llm.bind_tools([7])  # type: ignore[list-item]
+    with pytest.raises(InvalidInputError, match="'web_search'} is no function, and tools that a"):
+        llm.bind_tools([{"type": "web_search"}])
+    with pytest.raises(InvalidInputError, match="is no function"):
+        llm.invoke("?", tools=[{"type": "function"}])
 
 
 def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
