@@ -46,6 +46,8 @@ WRONG = (
     ("finetune tiny --out o --task reader --steps 0", "--steps must be at least 1"),
     ("finetune tiny --out o --data none", "--data must be a file"),
     ("finetune tinny --out o --task reader", "did you mean 'tiny'?"),
+    ("ingest kv --collection o2", "--collection 'o2' is no name that Chroma takes; say 3 to 512"),
+    ("ingest kv --collection docs.", "--collection 'docs.' is no name that Chroma takes"),
     ("models check gpt2", "of the Hugging Face hub is said with its owner, as OWNER/NAME"),
     ("models check ./none", "there is no model folder ./none"),
     ("models check tiny --dtype bfloat17", "there is no dtype 'bfloat17' to load in"),

@@ -8,6 +8,7 @@ taken out.  A collection is of one folder; another one's files take their place 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -62,6 +63,7 @@ _EXAMPLE: Final = "ingest notes --model Qwen/Qwen2.5-0.5B-Instruct"
 _TIMES, _SECONDS = 3, 3.0  # that a question without cached chunks is measured at most
 _CHUNKS: Final = 4  # of the question that is measured: as many as `ask` takes unless told
 _SHOWN: Final = 20  # files taken out that are named
+_NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")  # Chroma's rule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +198,11 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     wanted = Settings().told(given)
     collection = collections_in(wanted.chroma).get(wanted.collection)
+    if collection is None and _NAME.fullmatch(wanted.collection) is None:
+        raise InvalidInputError(
+            f"--collection {wanted.collection!r} is no name that Chroma takes; say 3 to 512 "
+            "letters of a to z, digits, and in between also . _ -"
+        )
     before = None if collection is None else Settings.of(collection, wanted.chroma)
     if collection is not None and before is None and not arguments.replace and collection.count():
         raise InvalidInputError(
