@@ -181,6 +181,7 @@ def router(context: AppContext) -> APIRouter:
     """
     routes, page_assets = APIRouter(route_class=CheckedRoute), assets()
 
+    @routes.head("/", include_in_schema=False)
     @routes.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return page_assets[PAGE].response(request)

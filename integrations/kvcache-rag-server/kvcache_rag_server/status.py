@@ -82,6 +82,7 @@ def router(context: AppContext) -> APIRouter:
         """Model, engine, storage, instruction and template, as digests; `verify` notes them."""
         return ServedIdentity(**asdict(await context.backend.identity()))
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get(
         "/health",
         responses=error_responses(500),
@@ -93,6 +94,7 @@ def router(context: AppContext) -> APIRouter:
         """It is, if it answers."""
         return Status(status="ok")
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get(
         "/ready",
         responses=error_responses(500, 503),

@@ -6,8 +6,9 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
-from serve_fakes import answer, chat, client, data_of, scripted
+from serve_fakes import answer, chat, client, data_of, running, scripted
 
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.prompt.template import Message
@@ -343,6 +344,18 @@ async def test_models_and_states() -> None:
         reply = await http.get("/ready")
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert reply.json()["error"]["code"] == "not_ready"
+
+
+def test_probes_and_page_answer_head_without_a_body() -> None:
+    app, backend = scripted()
+    with running(app) as url:
+        for path in ("/", "/health", "/ready"):
+            whole, head = httpx.get(url + path), httpx.head(url + path)
+            assert (head.status_code, head.content) == (200, b"")
+            for name in ("content-type", "content-length", "etag"):
+                assert head.headers.get(name) == whole.headers.get(name)
+        backend.is_ready = False
+        assert httpx.head(f"{url}/ready").status_code == 503
 
 
 async def test_a_backend_that_cannot_say_is_not_ready(caplog: Any) -> None:
