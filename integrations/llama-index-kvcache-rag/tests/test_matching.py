@@ -14,6 +14,12 @@ from llama_index.core.evaluation import (
     FaithfulnessEvaluator,
     RelevancyEvaluator,
 )
+from llama_index.core.extractors import (
+    KeywordExtractor,
+    QuestionsAnsweredExtractor,
+    SummaryExtractor,
+    TitleExtractor,
+)
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.prompts import ChatPromptTemplate
@@ -338,6 +344,15 @@ def test_a_context_of_unknown_texts_warns_once(llm: KVCacheLLM) -> None:
         llm.predict(QA, context_str=other, query_str=QUESTION)
         response = synthesizer.synthesize(QUESTION, nodes(other[:40]))
     assert cost(response)["prompt"] in ("reused", "rearranged")
+
+
+def test_what_extractors_ask_at_ingestion_is_not_warned_of(llm: KVCacheLLM) -> None:
+    extractors = (SummaryExtractor, KeywordExtractor, QuestionsAnsweredExtractor, TitleExtractor)
+    node = TextNode(text="Nothing of this was ever retrieved from anywhere. " * 10)
+    for extractor in extractors:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert extractor(llm=llm, show_progress=False).extract([node])
 
 
 def test_another_tenant_computes_its_own(engine: Engine, index: VectorStoreIndex) -> None:

@@ -128,6 +128,13 @@ def test_a_call_that_is_required_is_held_to() -> None:
         llm.get_tool_calls_from_response(plain)
 
 
+def test_a_required_call_that_is_cut_is_told() -> None:
+    llm, _ = make(json_call(("add", {"a": 1, "b": 2})))
+    cut = llm.chat_with_tools([ADD], "Add.", tool_required=True, max_new_tokens=20)
+    with pytest.raises(InvalidInputError, match=r"was cut before it called .*; raise max_new_to"):
+        llm.get_tool_calls_from_response(cut)
+
+
 def test_the_json_form_is_told_once() -> None:
     llm, _ = make(*[said("Three.", json_call)] * 2, native=False)
     with pytest.warns(UserWarning, match="held to JSON by a grammar"):

@@ -325,7 +325,9 @@ def _of_template(
     context = given if isinstance(given, str) else "\n".join(map(str, given))
     found = found_in(context, llm)
     if not found:
-        if llm.match_chunks and len(context) >= _FEWEST_TO_WARN:
+        # Without a question it is what extractors ask of a node at ingestion.
+        is_question = "query_str" in template.template_vars
+        if llm.match_chunks and is_question and len(context) >= _FEWEST_TO_WARN:
             llm.warn_once(_NOT_FOUND)
         return PASTED
     messages = template.format_messages(llm=llm, **{**values, names[0]: _CONTEXT})

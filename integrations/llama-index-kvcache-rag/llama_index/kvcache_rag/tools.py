@@ -309,8 +309,12 @@ def selections(response: ChatResponse, is_needed: bool) -> list[ToolSelection]:
     """
     calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     if is_needed and not calls:
+        is_cut = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
         raise InvalidInputError(
-            "the answer calls no tool; ask with tool_required=True, or take answers without calls"
+            "the answer was cut before it called a tool; raise max_new_tokens"
+            if is_cut
+            else "the answer calls no tool; ask with tool_required=True, or take answers without "
+            "calls"
         )
     return [
         ToolSelection(
