@@ -42,6 +42,7 @@ _SINGLE: Final = frozenset(
         "logits_processor",
         "num_beams",
         "prefix_allowed_tokens_fn",
+        "response_format",
         "scores",
         "stopping_criteria",
         "stream",

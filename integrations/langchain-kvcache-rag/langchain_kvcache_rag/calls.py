@@ -11,6 +11,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import ConversationForms, ToolChoice, given_policy, rendered
 from langchain_kvcache_rag.messages import Asked, Conversation, Grounded
+from langchain_kvcache_rag.structured import schema_of_format
 
 if TYPE_CHECKING:
     import threading
@@ -146,7 +147,8 @@ def call_of(
     choice = ToolChoice.of(tools, *(given[1:] if tools else (None, None)))
     if is_held and choice.may_call:
         raise InvalidInputError(
-            "an answer cannot be held to json_schema and call tools at once; bind one of them"
+            "an answer cannot be held to json_schema and call tools at once; bind one of them, or "
+            "give an agent response_format=ToolStrategy(...)"
         )
     turns = asked.turns if isinstance(asked, Conversation) else asked.all_turns
     form = ConversationForms.of(engine).form(turns, choice, values, is_held=is_held)
@@ -184,7 +186,9 @@ def call_options(
         for name, value in one.items():
             if name in _FROM_MESSAGES:
                 raise InvalidInputError(f"{name} comes from the messages; leave it out")
-            if value is not None and name not in INTERNAL:
+            if value is not None and name == "response_format":
+                options["json_schema"] = schema_of_format(value)
+            elif value is not None and name not in INTERNAL:
                 options[_RENAMED.get(name, name)] = value
     sampling = options.get("do_sample", bool(options.get("temperature")))
     if not sampling and "generation_config" not in options:

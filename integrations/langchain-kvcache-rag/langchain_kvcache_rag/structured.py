@@ -94,6 +94,20 @@ def json_schema(schema: Any) -> dict[str, Any]:
         raise InvalidInputError(sentence) from error
 
 
+def schema_of_format(response_format: Any) -> dict[str, Any]:
+    """The JSON schema in a `response_format`, as OpenAI has it and LangChain's agents bind it.
+
+    Raises:
+        InvalidInputError: If it is of another kind.
+    """
+    if not isinstance(response_format, dict) or response_format.get("type") != "json_schema":
+        raise InvalidInputError(
+            'response_format must be {"type": "json_schema", "json_schema": {"schema": ...}}, not '
+            f"{response_format!r:.100}; or use with_structured_output"
+        )
+    return json_schema(response_format)
+
+
 def _unwrapped(schema: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema in what different providers call a function, a tool or a response format."""
     kind = schema.get("type")

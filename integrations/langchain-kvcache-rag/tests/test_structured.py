@@ -78,6 +78,36 @@ def test_dictionaries_fit_their_schemas(patient: ChatKVCache) -> None:
     assert patient.with_structured_output(function).invoke("what?")["n"] in (3, 5)
 
 
+def test_a_response_format_is_held_to(patient: ChatKVCache) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [3, 5]}}, "required": ["n"]}
+    named = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    bound = patient.bind(response_format=named)
+    for message in (
+        bound.invoke("what?"),
+        *bound.batch([over("what?", "one"), over("why?", "one")]),
+    ):
+        assert json.loads(message.text)["n"] in (3, 5)
+    with pytest.raises(InvalidInputError, match=r"^response_format must be .* not {'type'"):
+        patient.invoke("what?", response_format={"type": "json_object"})
+
+
+def test_an_agents_strategies_fit_the_class(patient: ChatKVCache) -> None:
+    agents = pytest.importorskip("langchain.agents")
+    from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+
+    def nothing() -> str:
+        """Says nothing."""
+        return ""
+
+    for strategy in (Finding, ToolStrategy(Finding), ProviderStrategy(Finding)):
+        agent = agents.create_agent(patient, [], response_format=strategy)
+        found = agent.invoke({"messages": [("human", "what?")]})["structured_response"]
+        assert isinstance(found, Finding)
+    agent = agents.create_agent(patient, [nothing], response_format=ProviderStrategy(Finding))
+    with pytest.raises(InvalidInputError, match=r"response_format=ToolStrategy\(\.\.\.\)"):
+        agent.invoke({"messages": [("human", "what?")]})
+
+
 def test_cached_chunks_are_reused(patient: ChatKVCache) -> None:
     question = over("what?", "one")
     patient.invoke(question, max_tokens=1)
