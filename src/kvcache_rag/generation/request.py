@@ -232,7 +232,7 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         any_length = is_longer or overflow == "drop_lowest"
-        context = self.chunks(listed_chunks(chunks), any_length=any_length)
+        context = self.chunks(chunks, any_length=any_length)
         scores = ranking(scores, len(context))
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
@@ -319,7 +319,7 @@ class Planner:
         )
 
     def chunks(
-        self, given: Sequence[ChunkInput], *, any_length: bool = False
+        self, given: Sequence[ChunkInput] | None, *, any_length: bool = False
     ) -> list[ContextChunk]:
         """Check and address chunks.
 

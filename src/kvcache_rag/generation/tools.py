@@ -358,7 +358,8 @@ class JsonReader:
 
     def _answer(self) -> list[AnswerPart]:
         rest = self._text[self._at :]
-        certain = _CERTAIN.match(rest)[0]  # type: ignore[index]  # it matches nothing, too
+        whole = _CERTAIN.match(rest)
+        certain = whole[0] if whole else ""
         self._at += len(certain)
         said: str = json.loads(f'"{certain}"', strict=False)
         return [said] if said else []

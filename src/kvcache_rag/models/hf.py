@@ -280,7 +280,7 @@ class TransformersModel(LanguageModel):
     @contextmanager
     def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
         """Let passes of this thread end before their next layer once an event is set."""
-        layers = self._layers
+        layers = [] if cancelled is None else self._layers
         # What is compiled would be compiled anew with a hook, and again without.
         if cancelled is None or any(map(_is_compiled, (self.model, *layers))):
             yield
