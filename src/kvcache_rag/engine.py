@@ -18,9 +18,9 @@ from kvcache_rag.errors import (
     InvalidInputError,
     NamedArguments,
     arguments_of,
+    check_list,
     check_name,
     check_settings,
-    listed,
     refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
@@ -528,7 +528,7 @@ class Engine(NamedArguments):
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
                 cannot be moved warns, once: a chunk helps only where it is the only one.
         """
-        texts = listed("chunks", texts, "texts")
+        texts = check_list("chunks", texts, "texts")
         keys = self._add(texts, show_progress=show_progress, cancelled=cancelled)
         if self.auxiliary is not None or self.policy.auxiliary is not None:
             self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)

@@ -128,7 +128,7 @@ def check_settings(
             raise InvalidInputError(f"{name} must be {wanted}, not {_shown(values[name])}")
 
 
-def listed(name: str, values: Iterable[_Member] | None, of: str) -> list[_Member]:
+def check_list(name: str, values: Iterable[_Member] | None, of: str) -> list[_Member]:
     """Values as a list, which can be looked at more than once; none for None.
 
     Args:

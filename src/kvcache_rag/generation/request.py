@@ -16,7 +16,7 @@ from kvcache_rag.errors import (
     ContextTooLongError,
     FingerprintMismatchError,
     InvalidInputError,
-    listed,
+    check_list,
 )
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
@@ -122,7 +122,7 @@ def by_text(chunks: Sequence[ChunkInput]) -> list[ChunkInput]:
 
 def listed_chunks(chunks: Iterable[ChunkInput] | None) -> list[ChunkInput]:
     """Chunks as a list; raises `InvalidInputError` if they are something else."""
-    return listed("chunks", chunks, "texts or keys")
+    return check_list("chunks", chunks, "texts or keys")
 
 
 def listed_questions(questions: Iterable[Asked]) -> list[Asked]:
@@ -149,7 +149,9 @@ def listed_keys(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
     Raises:
         InvalidInputError: If they are one key, or something else is among them.
     """
-    found: list[Any] = [keys] if isinstance(keys, ChunkKey) else listed("keys", keys, "ChunkKey")
+    found: list[Any] = (
+        [keys] if isinstance(keys, ChunkKey) else check_list("keys", keys, "ChunkKey")
+    )
     wrong = [key for key in found if key is keys or not isinstance(key, ChunkKey)]
     if wrong:
         raise InvalidInputError(f"keys must be a list of ChunkKey, not {wrong[0]!r:.80}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError, listed
+from kvcache_rag.errors import InvalidInputError, check_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ def ranking(scores: Sequence[float] | None, count: int) -> Sequence[float]:
     """
     if scores is None:
         return range(0, -count, -1)
-    scores = listed("scores", scores, "numbers")
+    scores = check_list("scores", scores, "numbers")
     if len(scores) != count:
         raise InvalidInputError(f"{len(scores)} scores for {count} chunks; give one each")
     for index, score in enumerate(scores):

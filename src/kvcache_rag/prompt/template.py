@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 from kvcache_rag.errors import (
     InvalidInputError,
     NamedArguments,
+    check_list,
     check_name,
     check_settings,
-    listed,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class ChatArguments:
             InvalidInputError: If a tool is no description of a function, or `values` are no names
                 of the template's own variables.
         """
-        tools = listed("tools", tools, "descriptions of functions")
+        tools = check_list("tools", tools, "descriptions of functions")
         if not tools and not values:
             return None
         for index, tool in enumerate(tools):
@@ -235,7 +235,7 @@ def as_messages(history: Sequence[Message | Mapping[str, Any]] | None) -> list[d
             the template).
     """
     turns = []
-    for index, turn in enumerate(listed("history", history, "messages")):
+    for index, turn in enumerate(check_list("history", history, "messages")):
         plain = asdict(turn) if isinstance(turn, Message) else turn
         role = plain.get("role") if isinstance(plain, Mapping) else None
         content = plain.get("content") if isinstance(plain, Mapping) else None
