@@ -142,12 +142,14 @@ def test_an_argument_of_another_kind_is_told(
 def test_numbers_and_lists_of_other_libraries_are_taken(
     engine: Engine, expected: tuple[int, ...]
 ) -> None:
-    texts, history = numpy.array(TEXTS), numpy.array([])
+    texts: Any = numpy.array(TEXTS)
+    once: Any = iter(TEXTS)
+    history = numpy.array([])
     count, scores = numpy.int64(5), numpy.array([2.0, 1.0])
     options: Any = {"max_new_tokens": count, "history": history, "scores": scores}
-    assert engine.generate(QUESTION, texts, **options).token_ids == expected  # type: ignore[arg-type]
+    assert engine.generate(QUESTION, texts, **options).token_ids == expected
     assert engine.generate(QUESTION, TEXTS, temperature=numpy.float32(0.0), max_new_tokens=5)
-    assert engine.add(iter(TEXTS)) == engine.add(TEXTS)  # type: ignore[arg-type]
+    assert engine.add(once) == engine.add(TEXTS)
 
 
 def test_a_chunk_that_the_tokenizer_has_nothing_for_is_named() -> None:

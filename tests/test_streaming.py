@@ -412,6 +412,10 @@ def test_a_full_prefill_ends_before_its_next_layer(engine: Engine, options: Any)
     assert engine.generate(QUESTION, TEXTS, policy="full", max_new_tokens=1).token_ids
 
 
+def calling(act: Callable[[], Any]) -> Callable[[str], Any]:
+    return lambda _: act()
+
+
 def test_a_callback_of_an_answer_cannot_ask_its_model(engine: Engine) -> None:
     expected = engine.generate(QUESTION, TEXTS, max_new_tokens=3)
     calls: list[Callable[[], Any]] = [
@@ -424,7 +428,7 @@ def test_a_callback_of_an_answer_cannot_ask_its_model(engine: Engine) -> None:
     ]
     for call in calls:
         with pytest.raises(InvalidInputError, match="is answering, and its callbacks"):
-            engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=lambda _, call=call: call())  # type: ignore[misc]
+            engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=calling(call))
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=3).token_ids == expected.token_ids
     # Adding has memory of its own, and so has an engine of its own.
     others = Engine(engine.model, engine.tokenizer, template=engine.template)
@@ -432,7 +436,7 @@ def test_a_callback_of_an_answer_cannot_ask_its_model(engine: Engine) -> None:
         lambda: engine.add(["What is added meanwhile."]),
         lambda: others.generate("Why?", TEXTS[:1], max_new_tokens=1),
     ):
-        found = engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=lambda _, act=act: act())  # type: ignore[misc]
+        found = engine.generate(QUESTION, TEXTS, max_new_tokens=3, emit=calling(act))
         assert found.token_ids == expected.token_ids
 
 

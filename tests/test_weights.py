@@ -357,9 +357,10 @@ def test_what_is_added_on_while_a_question_has_followed_other_weights_is_not_kep
 
 def test_chunks_that_can_be_looked_at_once_are_there_for_a_second_plan() -> None:
     engine = make_engine(adapted())
+    once: Any = iter(TEXTS)
     answers: list[Any] = []
     asking = threading.Thread(
-        target=lambda: answers.append(engine.generate(QUESTION, iter(TEXTS), max_new_tokens=2))  # type: ignore[arg-type]
+        target=lambda: answers.append(engine.generate(QUESTION, once, max_new_tokens=2))
     )
     with access.lock(engine):
         asking.start()

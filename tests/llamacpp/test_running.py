@@ -34,6 +34,8 @@ from kvcache_rag.models.llamacpp.binding import is_compiled_for_amx, uses_amx
 from kvcache_rag.models.llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llamacpp.conftest import Decoder, Files
 
 LONG = ["".join(TEXTS) * 10, "".join(TEXTS[::-1]) * 10]
@@ -97,6 +99,10 @@ def test_an_answer_ends_at_the_next_token(engine: Engine) -> None:
     assert short.token_ids[: len(answer.token_ids)] == answer.token_ids[:8]
 
 
+def calling(act: Callable[[], Any]) -> Callable[[str], Any]:
+    return lambda _: act()
+
+
 def test_a_callback_overwrites_nothing_of_the_answer(engine: Engine) -> None:
     """Chunks are computed in the memory of the answer, whoever asks for them."""
     expected = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4).token_ids
@@ -105,7 +111,7 @@ def test_a_callback_overwrites_nothing_of_the_answer(engine: Engine) -> None:
         lambda: engine.in_namespace("other").generate(QUESTION, TEXTS[:1], max_new_tokens=1),
     ):
         with pytest.raises(InvalidInputError, match="is answering, and its callbacks"):
-            engine.generate(QUESTION, TEXTS, emit=lambda _, call=call: call(), max_new_tokens=4)  # type: ignore[misc]
+            engine.generate(QUESTION, TEXTS, emit=calling(call), max_new_tokens=4)
         again = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4)
         assert again.token_ids == expected
 
