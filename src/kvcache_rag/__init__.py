@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache_rag.metrics import Answer as Answer
     from kvcache_rag.metrics import Metrics as Metrics
     from kvcache_rag.policies import Ape as Ape
+    from kvcache_rag.policies import BestFew as BestFew
     from kvcache_rag.policies import BestLast as BestLast
     from kvcache_rag.policies import CacheBlend as CacheBlend
     from kvcache_rag.policies import CacheClip as CacheClip

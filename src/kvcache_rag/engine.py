@@ -40,6 +40,7 @@ from kvcache_rag.generation.request import (
     listed_chunks,
     listed_keys,
     listed_questions,
+    retrieved_chunks,
 )
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
@@ -52,7 +53,6 @@ from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
-from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import ChunkStore, MemoryStore
@@ -472,6 +472,8 @@ class Engine(NamedArguments):
         chunks: Sequence[ChunkInput],
         policy: ReusePolicy | str,
         scores: Sequence[float] | None = None,
+        *,
+        question: str = "",
     ) -> list[ChunkKey]:
         """Addresses of what an answer over `chunks` will load; nothing is prefilled.
 
@@ -480,6 +482,7 @@ class Engine(NamedArguments):
             policy: What will be reused; of a full prefill, or one that the gate replaces by it,
                 nothing is.
             scores: As for `generate`.
+            question: By which a policy may choose among the chunks.
 
         Returns:
             In prompt order.
@@ -491,11 +494,11 @@ class Engine(NamedArguments):
         policy = given_policy(policy) or self.policy
         _ = self._capturing
         self._follow()
-        if not self._admission.reuses(policy, len(chunks)):
+        chunks = listed_chunks(chunks)
+        brought = policy.brought(retrieved_chunks(question, chunks, scores))
+        if not self._admission.reuses(policy, len(brought)):
             return []
-        planned = self._planner.chunks(chunks)
-        brought = policy.arranged(ranking(scores, len(planned))).brought
-        planned = [planned[index] for index in brought]
+        planned = self._planner.chunks(chunks, only=brought)
         if policy.joint and self._joint is not None:
             planned = [*self._joint.joined(planned)]
         return [chunk.key for chunk in planned]
@@ -907,8 +910,7 @@ class Engine(NamedArguments):
         }
 
         def planned(chunks: Sequence[ChunkInput]) -> tuple[Request, Request]:
-            wanted = given_policy(policy) or self.policy
-            return self._admitted(self._planner.request(question, chunks, policy=wanted, **options))
+            return self._planned(question, chunks, {**options, "policy": policy})
 
         requests = planned(chunks)
         with self._turn(changes) as is_changed, torch.inference_mode():
@@ -966,8 +968,7 @@ class Engine(NamedArguments):
     def _request(
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
-        options = {**options, "policy": given_policy(options.get("policy")) or self.policy}
-        return self._admitted(self._planner.request(question, chunks, **options))[1]
+        return self._planned(question, chunks, options)[1]
 
     def _asked(
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
@@ -977,9 +978,14 @@ class Engine(NamedArguments):
         self._admission.warn_of_loss(request)
         return request
 
-    def _admitted(self, request: Request) -> tuple[Request, Request]:
+    def _planned(
+        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
+    ) -> tuple[Request, Request]:
         """What is let be answered, with the chunks one by one and as the policy wants."""
-        request = self._admission.admitted(request)
+        asked = given_policy(options.get("policy")) or self.policy
+        policy, note = self._admission.gated(asked, has_chunks=bool(chunks))
+        request = self._planner.request(question, chunks, **{**options, "policy": policy})
+        request = self._admission.admitted(replace(request, gate=note))
         if self._joint is None or not request.policy.joint:
             return request, request
         return request, self._joint.arranged(request)

@@ -54,7 +54,7 @@ class Metrics:
         reused_tokens: Chunk tokens whose keys and values came from the store.
         recomputed_tokens: Context tokens that a policy computed again.
         fresh_tokens: Chunk tokens that the policy had computed together with the query, in the
-            context of the others (`BestLast`); neither loaded nor stored.
+            context of the others (`BestFew`, `BestLast`); neither loaded nor stored.
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached.
         query_tokens: Tokens of history, question and everything behind the chunks.
         generated_tokens: Tokens of the answer.
@@ -65,6 +65,9 @@ class Metrics:
             own; they are cached now).
         references: Chunks given by a reference that holds, whose text was not tokenised.
         dropped_chunks: Chunks left out because the prompt would not fit.
+        unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
+        answered_from: Numbers of the chunks that the answer was computed from, as they were given,
+            in prompt order.
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
         policy: The policy, as it can be pasted back.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
@@ -100,6 +103,8 @@ class Metrics:
     rotation: str = ""
     not_deferred: str = ""
     fresh_tokens: int = 0
+    unused_chunks: int = 0
+    answered_from: tuple[int, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -119,6 +124,7 @@ class Metrics:
         return {
             **asdict(self),
             "missed": [asdict(miss) for miss in self.missed],
+            "answered_from": [*self.answered_from],
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.computed_tokens,
         }
@@ -142,12 +148,13 @@ class Metrics:
             missed = tuple(
                 miss if isinstance(miss, Miss) else Miss(**miss) for miss in known.pop("missed", ())
             )
+            places = tuple(map(int, known.pop("answered_from", ())))
         except TypeError:
             raise InvalidInputError(
                 "metrics are read out of what Metrics.to_dict() gave, as "
                 f'response.metadata["kv_cache"] is, not out of {values!r:.80}'
             ) from None
-        return cls(**known, missed=missed)
+        return cls(**known, missed=missed, answered_from=places)
 
 
 def summed(metrics: Sequence[Metrics]) -> Metrics:
@@ -185,7 +192,7 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
         ),
         "query_tokens",
     )
-    of_chunks = ("misses", "missed", "auxiliary_misses")
+    of_chunks = ("misses", "missed", "auxiliary_misses", "answered_from")
     added = (*times, *counts, *of_chunks, "generated_tokens", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
     hits = dict(Counter(first.hits) + Counter(later.hits))

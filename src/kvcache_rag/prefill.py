@@ -61,6 +61,7 @@ class ContextChunk:
         text: Its text, for a reference that has gone meanwhile; None when it is not known.
         is_joint: Whether it is several chunks computed together (`Combinations`).
         place: Its number among the chunks of the question.
+        places: Those of the chunks in it, if it is joint.
         why: Why it will be missing, as far as its caller's reference tells; "" if it does not.
     """
 
@@ -69,6 +70,7 @@ class ContextChunk:
     text: str | None = None
     is_joint: bool = False
     place: int = field(default=0, compare=False)
+    places: tuple[int, ...] = field(default=(), compare=False)
     why: MissReason | Literal[""] = field(default="", compare=False)
 
     def __len__(self) -> int:

@@ -32,9 +32,9 @@ from kvcache_rag.errors import (
     check_settings,
 )
 from kvcache_rag.forks import new_condition, new_lock
+from kvcache_rag.generation.request import retrieved_chunks
 from kvcache_rag.models.pretrained import checked_device, is_llama
 from kvcache_rag.models.weights import PACKED
-from kvcache_rag.prompt.scores import ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +78,7 @@ class Prefetch:
         done: Done when nothing more will be computed or loaded for it; its result says whether all
             that is needed is there.
         scores: Of the chunks, higher is better; None where the best stands first.
+        question: By which its policy may choose among the chunks.
     """
 
     chunks: tuple[str, ...]
@@ -87,6 +88,7 @@ class Prefetch:
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
     scores: tuple[float, ...] | None = None
+    question: str = ""
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
@@ -131,6 +133,7 @@ class Prefetcher:
         after: float = 0.0,
         turn_in: Callable[[], float] = _never,
         scores: Sequence[float] | None = None,
+        question: str = "",
     ) -> Prefetch | None:
         """Note what a question that begins to wait will need.
 
@@ -142,6 +145,7 @@ class Prefetcher:
             turn_in: Tells in how many seconds its turn will come, from any thread and at once:
                 what would not be ready by then is left to the answer.
             scores: Of the chunks, higher is better, as far as it has them.
+            question: By which its policy may choose among the chunks.
 
         Returns:
             What to give to `turn` or `drop` later; None if nothing will be done for it.
@@ -154,7 +158,9 @@ class Prefetcher:
                 return None
             due = time.monotonic() + after
             ranks = None if scores is None else tuple(scores)
-            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in, scores=ranks)
+            prefetch = Prefetch(
+                tuple(chunks), namespace, policy, due, turn_in, scores=ranks, question=question
+            )
             prefetch.done.set_running_or_notify_cancel()  # nobody else can end it
             self._waiting[prefetch] = None
             if self._thread is None:
@@ -284,9 +290,10 @@ class Prefetcher:
         """Compute and load one after the other, for as long as it is wanted."""
         engine = self._engines.of(prefetch.namespace)
         policy = prefetch.policy or engine.policy
-        given, scores = prefetch.chunks, prefetch.scores
-        keys = engine.needed(given, policy, scores)
-        chunks = [given[at] for at in policy.arranged(ranking(scores, len(given))).brought]
+        given, scores, question = prefetch.chunks, prefetch.scores, prefetch.question
+        keys = engine.needed(given, policy, scores, question=question)
+        found = retrieved_chunks(question, given, scores)
+        chunks = [given[at] for at in policy.brought(found)]
         if len(keys) == len(given) and chunks == [*given]:
             prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:

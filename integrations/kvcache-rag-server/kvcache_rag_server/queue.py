@@ -173,6 +173,7 @@ class JobPrefetches:
             after=self._after,
             turn_in=turn_in,
             scores=work.scores,
+            question=work.question,
         )
 
     def turn(self, job: Job) -> bool:

@@ -24,6 +24,7 @@ from kvcache_rag.engine import Engine, like, unwarned
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json, digest
 from kvcache_rag.policies import FullRecompute
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.settings import EngineSettings, StoreSettings
 
 if TYPE_CHECKING:
@@ -341,12 +342,12 @@ class Asker:
         references = {cell: reference_of(cell, self._compared) for cell in todo if self._compared}
         used = dict.fromkeys((*todo, *filter(None, references.values())))
         places = {cell: self._place(cell, task) for cell in used}
-        reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
-        shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
         texts = [text for items in todo.values() for item in items for text in item.question.chunks]
         shelf_keys = []
         try:
-            shelf_keys = [(shelf, shelf.prepare(texts)) for shelf in shelves]
+            for codec, brought in _brought(used, todo).items():
+                shelf = self._workplaces.get(codec, task.instruction)
+                shelf_keys.append((shelf, shelf.prepare(brought)))
             self._prepare_scorers(used, texts)
             for cell, items in todo.items():
                 places[cell].prepare_joint(cell.policy, [item.question for item in items])
@@ -434,6 +435,23 @@ class Asker:
         return times
 
 
+def _brought(
+    used: Iterable[Cell], todo: Mapping[Cell, Sequence[Asked]]
+) -> dict[str, dict[str, None]]:
+    """Per codec the texts of the chunks whose keys and values some answer needs, each once."""
+    questions = [item.question for items in todo.values() for item in items]
+    found: dict[str, dict[str, None]] = {}
+    for cell in used:
+        if cell.policy.is_full:
+            continue
+        texts = found.setdefault(cell.codec, {})
+        for one in questions:
+            retrieved = Retrieved(one.question, one.chunks, one.scores or None)
+            places = cell.policy.brought(retrieved)
+            texts.update(dict.fromkeys(one.chunks[place] for place in places))
+    return found
+
+
 class _FirstTokens:
     """Scores that the first token of answers was chosen from, `(vocabulary,)` float32.
 
@@ -512,7 +530,7 @@ def as_asked(cell: Cell, question: Question) -> Question:
     if not cell.is_closed:
         return question
     words = question.closed_question or question.question
-    return replace(question, question=words, chunks=(), relevant=())
+    return replace(question, question=words, chunks=(), relevant=(), scores=())
 
 
 def rotated(ways: Sequence[T], turn: int) -> tuple[T, ...]:
@@ -538,7 +556,11 @@ def divergences(expected: Tensor, found: Tensor) -> Tensor:
 
 def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]:
     answer = place.reader.generate(
-        question.question, question.chunks, policy=cell.policy, max_new_tokens=1
+        question.question,
+        question.chunks,
+        policy=cell.policy,
+        scores=question.scores or None,
+        max_new_tokens=1,
     )
     return {name: getattr(answer.metrics, name) for name in _TIMES}
 
@@ -549,7 +571,7 @@ def _answers(
     begun = _Begun()
     questions = [as_asked(cell, item.question) for item in left]
     answers = place.reader.generate_batch(
-        [(question.question, question.chunks) for question in questions],
+        [(one.question, one.chunks, (), one.scores or None) for one in questions],
         policy=cell.policy,
         max_new_tokens=task.max_new_tokens,
         logits_processor=None if first is None else [begun],

@@ -39,6 +39,7 @@ class Question:
             data set does not say.
         language: Of question and documents.
         closed_question: Instead of `question` where no documents are given; empty: the same.
+        scores: Of each chunk, by who retrieved them; empty where nobody says.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Question:
     relevant: tuple[int, ...] = ()
     language: Language = "en"
     closed_question: str = ""
+    scores: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if any(not 0 <= index < len(self.chunks) for index in self.relevant):

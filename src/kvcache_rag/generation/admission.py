@@ -79,22 +79,29 @@ class Admission:
         return bool(self.refusal) and policy is self.default
 
     def reuses(self, policy: ReusePolicy, chunks: int) -> bool:
-        """Whether an answer over so many chunks uses any that are stored."""
-        if policy.is_full or (self.yields(policy) and chunks > 1):
+        """Whether an answer that brings so many chunks uses any that are stored."""
+        if policy.is_full or (self.yields(policy) and chunks > self.alone):
             return False
         return self.gate is None or not self.gate.objection(policy)
 
-    def admitted(self, request: Request) -> Request:
-        """The request as it is answered.
+    def gated(self, policy: ReusePolicy, *, has_chunks: bool) -> tuple[ReusePolicy, str]:
+        """The policy that the gate lets answer, and why it is another one, or "".
 
         Raises:
-            InvalidInputError: If its policy is below what the gate lets through, and it refuses.
+            InvalidInputError: If it is below what the gate lets through, and that refuses.
         """
-        must_move = any(len(chunks) > self.alone for chunks in request.rounds)
+        if self.gate is None:
+            return policy, ""
+        return self.gate.admitted(policy, has_chunks=has_chunks)
+
+    def admitted(self, request: Request) -> Request:
+        """The request as it is answered, where chunks cannot be moved."""
+        brought = (request.policy.arranged(scores).brought for scores in request.scores)
+        must_move = any(len(one) > self.alone for one in brought)
         if must_move and self.yields(request.policy):
             self.warn_refused()
-            request = replace(request, policy=FullRecompute())
-        return request if self.gate is None else self.gate.admitted(request)
+            return replace(request, policy=FullRecompute())
+        return request
 
     def warn_refused(self) -> None:
         """Say, unless it was said, that this model answers by full prefill."""

@@ -385,6 +385,8 @@ class Answerer:
             "fresh_tokens": prompt.fresh_tokens,
             "generated_tokens": len(generated.rows[row]),
             "dropped_chunks": request.dropped_chunks,
+            "unused_chunks": request.unused_chunks,
+            "answered_from": prompt.places,
             "prefix_mismatch": request.prefix_mismatch,
             "gate": request.gate,
             "references": request.references,

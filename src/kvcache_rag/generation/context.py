@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,6 +69,12 @@ class Prompt:
     def fresh_tokens(self) -> int:
         """Tokens of the chunks in the query."""
         return sum(map(len, self.fresh))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Numbers of all its chunks, as they were given."""
+        each = (chunk.places or (chunk.place,) for chunk in (*self.chunks, *self.fresh))
+        return tuple(chain.from_iterable(each))
 
     @property
     def policy(self) -> ReusePolicy:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.generation.request import Request
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import Prefiller
@@ -129,25 +128,24 @@ class BoundGate:
             auxiliary = scorer_name(policy.auxiliary or self.auxiliary)
         return self.verdict.objection(policy_key(policy), self.gate.threshold, auxiliary)
 
-    def admitted(self, request: Request) -> Request:
-        """The request, or what is answered instead.
+    def admitted(self, policy: ReusePolicy, *, has_chunks: bool) -> tuple[ReusePolicy, str]:
+        """The policy, or what answers instead of it, and why.
 
         Raises:
-            InvalidInputError: If its policy is below and the gate refuses.
+            InvalidInputError: If it is below and the gate refuses.
         """
-        reason = self.objection(request.policy)
+        reason = self.objection(policy)
         if not reason:
-            return request
-        reuses = any(request.rounds)
-        if self.gate.below == "error" and reuses:
+            return policy, ""
+        if self.gate.below == "error" and has_chunks:
             raise InvalidInputError(f"{reason}; use FullRecompute() or another policy")
         # Without chunks nothing is lost and there is nothing to report; the policy is replaced all
         # the same, because a batch is answered under one policy.
-        note = f"fell back to FullRecompute(): {reason}" if reuses else ""
+        note = f"fell back to FullRecompute(): {reason}" if has_chunks else ""
         if note:
             _LOG.log(logging.DEBUG if note in _told else logging.WARNING, "%s", note)
             _told.add(note)
-        return replace(request, policy=FullRecompute(), gate=note)
+        return FullRecompute(), note
 
 
 def _dtype(told: Mapping[str, Any]) -> str:

@@ -85,7 +85,8 @@ class Combinations:
             self._members[key] = members
             for chunk, part in zip(chunks, parts, strict=True):
                 self._ids[chunk.key] = array("i", part)
-        return (ContextChunk(key, ids, is_joint=True, place=chunks[0].place),)
+        places = tuple(chunk.place for chunk in chunks)
+        return (ContextChunk(key, ids, is_joint=True, place=places[0], places=places),)
 
     def _known_ids(self, chunk: ContextChunk) -> Sequence[int]:
         if chunk.ids:

@@ -22,6 +22,7 @@ from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.policies.named import no_policy
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, as_messages
@@ -73,7 +74,7 @@ class Request:
         history: Earlier turns.
         rounds: Chunks per prompt, as they were given; more than one with `overflow="refine"`.
         scores: Of each of these, higher is better.
-        dropped_chunks: Chunks left out.
+        dropped_chunks: Chunks left out because they do not fit.
         policy: What to reuse.
         max_new_tokens: Of the answer.
         stop: Strings before which the answer ends, the markers of documents among them.
@@ -86,6 +87,7 @@ class Request:
         gate: Why another policy answers than was asked for, or "".
         references: Chunks whose reference holds, carried into the metrics.
         answer_tokens: How many of the last ids of the query are an answer that is read.
+        unused_chunks: Chunks left out because the policy answers from better ones.
     """
 
     question: str
@@ -106,6 +108,7 @@ class Request:
     gate: str = ""
     references: int = 0
     answer_tokens: int = 0
+    unused_chunks: int = 0
 
 
 class OtherLengthsError(Exception):
@@ -123,6 +126,18 @@ def by_text(chunks: Sequence[ChunkInput]) -> list[ChunkInput]:
 def listed_chunks(chunks: Iterable[ChunkInput] | None) -> list[ChunkInput]:
     """Chunks as a list; raises `InvalidInputError` if they are something else."""
     return check_list("chunks", chunks, "texts or keys")
+
+
+def retrieved_chunks(
+    question: str, chunks: Sequence[ChunkInput], scores: Sequence[float] | None
+) -> Retrieved:
+    """What a policy may choose by; raises `InvalidInputError` for scores that are none."""
+    texts = [
+        chunk if isinstance(chunk, str) else chunk.text if isinstance(chunk, StoredChunk) else ""
+        for chunk in chunks
+    ]
+    known = None if scores is None else ranking(scores, len(chunks))
+    return Retrieved(question, tuple(texts), known)
 
 
 def listed_questions(questions: Iterable[Asked]) -> list[Asked]:
@@ -210,7 +225,8 @@ class Planner:
             streaming: Whether pieces are handed on as they come.
             tools: That the chat template describes, behind the chunks.  With tools, or without a
                 question, "refine" leaves out chunks as "drop_lowest" does: a call of a tool cannot
-                be improved round by round.
+                be improved round by round, and a policy that answers from few leaves no others to
+                improve it by.
             chat_template_kwargs: Values of the chat template's variables, for this question.
             skip_special_tokens: Off, the answer's text has its control tokens, for who reads calls
                 of tools out of it.
@@ -233,16 +249,24 @@ class Planner:
         is_longer = self.longest > window and policy.is_full
         if is_longer:
             window, beyond = self.longest, ""
-        any_length = is_longer or overflow == "drop_lowest"
-        context = self.chunks(chunks, any_length=any_length)
-        scores = ranking(scores, len(context))
-        query = self.renderer.query_ids(question, turns, None, arguments)
-        if overflow == "refine" and (tools or not question.strip()):
+        given = listed_chunks(chunks)
+        retrieved = retrieved_chunks(question, given, scores)
+        chosen = policy.chosen(retrieved)
+        if overflow == "refine" and (tools or not question.strip() or chosen is not None):
             overflow = "drop_lowest"
+        query = self.renderer.query_ids(question, turns, None, arguments)
         room = window - len(self.renderer.prefix_ids) - max_new_tokens
+        too_long = 0
+        if chosen is not None and overflow == "drop_lowest":
+            context, too_long = self._first_that_fit(given, chosen, retrieved, room - len(query))
+        else:
+            any_length = is_longer or overflow == "drop_lowest"
+            context = self.chunks(given, any_length=any_length, only=chosen)
+        # Those that were chosen stand best first now.
+        ranks = ranking(scores if chosen is None else None, len(context))
         if sum(map(len, context)) > room - len(query):
             # What a row says of a length is a hint: before anything is left out, its text counts.
-            context = [self._measured(chunk, index) for index, chunk in enumerate(context)]
+            context = list(map(self._measured, context))
         sizes = list(map(len, context))
         later_room = 0
         if overflow == "refine" and sum(sizes) > room - len(query):
@@ -254,7 +278,7 @@ class Planner:
             room=room - len(query),
             later_room=later_room,
             overflow=overflow,
-            scores=scores,
+            scores=ranks,
             beyond=beyond,
         )
         return Request(
@@ -262,8 +286,8 @@ class Planner:
             query=query,
             history=tuple(turns),
             rounds=tuple(tuple(map(context.__getitem__, indices)) for indices in rounds),
-            scores=tuple(tuple(map(scores.__getitem__, indices)) for indices in rounds),
-            dropped_chunks=len(context) - sum(map(len, rounds)),
+            scores=tuple(tuple(map(ranks.__getitem__, indices)) for indices in rounds),
+            dropped_chunks=too_long + len(context) - sum(map(len, rounds)),
             policy=policy,
             max_new_tokens=max_new_tokens,
             stop=(*checked_stop(stop), *self.renderer.template.markers),
@@ -274,6 +298,7 @@ class Planner:
             skip_special_tokens=skip_special_tokens,
             # What came by text has its ids.
             references=len(context) - sum(map(bool, map(attrgetter("ids"), context))),
+            unused_chunks=len(given) - len(context) - too_long,
         )
 
     def completion(
@@ -321,24 +346,64 @@ class Planner:
         )
 
     def chunks(
-        self, given: Sequence[ChunkInput] | None, *, any_length: bool = False
+        self,
+        given: Sequence[ChunkInput] | None,
+        *,
+        any_length: bool = False,
+        only: Sequence[int] | None = None,
     ) -> list[ContextChunk]:
         """Check and address chunks.
 
         Args:
             given: Text, key, or both of each.
             any_length: Whether one that is too long is no error, as it may be left out.
+            only: Numbers of those that are addressed, in this order; the others are checked alone.
+                None: all.
 
         Raises:
             InvalidInputError: If they are one text instead of a list, or one cannot be used.
             ContextTooLongError: If one does not fit the context window.
         """
-        context = [self.chunk(chunk, index) for index, chunk in enumerate(listed_chunks(given))]
+        listed = listed_chunks(given)
+        for index, chunk in enumerate(listed if only is not None else ()):
+            self._parts(chunk, index)
+        wanted = range(len(listed)) if only is None else only
+        context = [self.chunk(listed[index], index) for index in wanted]
         room = self.window - len(self.renderer.prefix_ids)
-        for index, chunk in enumerate(() if any_length else context):
-            if len(chunk.ids) > room:
-                raise ContextTooLongError(_too_long(index, len(chunk.ids), room))
+        for one in () if any_length else context:
+            if len(one.ids) > room:
+                raise ContextTooLongError(_too_long(one.place, len(one.ids), room))
         return context
+
+    def _first_that_fit(
+        self,
+        given: Sequence[ChunkInput],
+        chosen: Sequence[int],
+        retrieved: Retrieved,
+        room: int,
+    ) -> tuple[list[ContextChunk], int]:
+        """As many chunks as were chosen, in place of one that does not fit the next best.
+
+        Returns:
+            Those taken, and how many did not fit.
+
+        Raises:
+            ContextTooLongError: If none fits.
+        """
+        others = [index for index in retrieved.ranked() if index not in chosen]
+        taken: list[ContextChunk] = []
+        too_long: list[ContextChunk] = []
+        for index in (*chosen, *others):
+            if len(taken) == len(chosen) or room < 0:
+                self._parts(given[index], index)
+                continue
+            chunk = self._measured(self.chunk(given[index], index))
+            fits = sum(map(len, taken)) + len(chunk) <= room
+            (taken if fits else too_long).append(chunk)
+        if too_long and not taken:
+            worst = too_long[0]
+            raise ContextTooLongError(_too_long(worst.place, len(worst), room) + self.beyond)
+        return taken, len(too_long)
 
     def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
         """Check and address one chunk.
@@ -351,6 +416,20 @@ class Planner:
             InvalidInputError: If it is empty or of no known type.
             FingerprintMismatchError: If the key belongs to another model, prefix or namespace.
         """
+        key, text = self._parts(given, index)
+        if key is None:
+            return self._from_text(text or "", index)
+        if text is None:
+            return ContextChunk(key, (), None, place=index)
+        outdated = given.outdated if isinstance(given, StoredChunk) else ""
+        if outdated or self.mismatch(key):
+            return self._from_text(text, index, outdated or "other model")
+        if self.prefiller is not None and self.prefiller.store.contains(key):
+            return ContextChunk(key, (), text, place=index)
+        return self._from_text(text, index, "evicted")
+
+    def _parts(self, given: ChunkInput, index: int) -> tuple[ChunkKey | None, str | None]:
+        """Key and text of a chunk, which has one of both at least; nothing is tokenised."""
         key: ChunkKey | None = given if isinstance(given, ChunkKey) else None
         text: str | None = given if isinstance(given, str) else None
         if isinstance(given, StoredChunk):
@@ -361,24 +440,19 @@ class Planner:
                     f"chunk {index} is a {type(given).__name__}; give a text, ChunkKey or "
                     "StoredChunk"
                 )
-            return self._from_text(text, index)
-        mismatch = self.mismatch(key)
-        if text is None:
-            if mismatch:
-                raise FingerprintMismatchError(mismatch)
-            return ContextChunk(key, (), None, place=index)
-        outdated = given.outdated if isinstance(given, StoredChunk) else ""
-        if outdated or mismatch:
-            return self._from_text(text, index, outdated or "other model")
-        if self.prefiller is not None and self.prefiller.store.contains(key):
-            return ContextChunk(key, (), text, place=index)
-        return self._from_text(text, index, "evicted")
+            if not text.strip():
+                raise InvalidInputError(f"chunk {index} is empty; leave it out")
+            return None, text
+        mismatch = self.mismatch(key) if text is None else ""
+        if mismatch:
+            raise FingerprintMismatchError(mismatch)
+        return key, text
 
-    def _measured(self, chunk: ContextChunk, index: int) -> ContextChunk:
+    def _measured(self, chunk: ContextChunk) -> ContextChunk:
         """A chunk with the length that its text has, if that is known."""
         if chunk.ids or chunk.text is None:
             return chunk
-        return self._from_text(chunk.text, index)
+        return self._from_text(chunk.text, chunk.place)
 
     def _from_text(self, text: str, index: int, why: MissReason | Literal[""] = "") -> ContextChunk:
         if not text.strip():
@@ -390,7 +464,8 @@ class Planner:
         if not ids:  # some tokenizers have none for what cannot be seen
             raise InvalidInputError(f"chunk {index} has no tokens; leave it out")
         if self.prefiller is None:
-            return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
+            unknown = ChunkKey("0" * 64, "0" * 64, "", len(ids), 0)
+            return ContextChunk(unknown, ids, text, place=index)
         return ContextChunk(self.prefiller.key(ids), ids, text, place=index, why=why)
 
     def mismatch(self, key: ChunkKey) -> str:

@@ -2,6 +2,7 @@
 
 from kvcache_rag.policies.ape import Ape
 from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.bestfew import BestFew
 from kvcache_rag.policies.bestlast import BestLast
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
@@ -13,6 +14,7 @@ from kvcache_rag.policies.prophetkv import ProphetKV
 __all__ = [
     "POLICY_NAMES",
     "Ape",
+    "BestFew",
     "BestLast",
     "CacheBlend",
     "CacheClip",
@@ -27,7 +29,7 @@ __all__ = [
 ]
 
 POLICY_NAMES = listed(
-    *(FullRecompute, Reuse, BestLast, ProphetKV, LegoLink, CacheBlend, CacheClip, Ape),
+    *(FullRecompute, Reuse, BestFew, BestLast, ProphetKV, LegoLink, CacheBlend, CacheClip, Ape),
     Combination,
 )
 """The names that `policy_by_name` knows, in the order in which messages list them."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvcache_rag.errors import NamedArguments
+from kvcache_rag.prompt.scores import ranking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.policies.relevance import Retrieved
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
@@ -137,13 +139,29 @@ class ReusePolicy(NamedArguments, ABC):
         """Whether nothing is computed again, whatever the prompt."""
         return False
 
+    def chosen(self, retrieved: Retrieved) -> tuple[int, ...] | None:
+        """Which chunks are answered from, in prompt order, the best first.
+
+        Returns:
+            Numbers of the chunks as they were given; None: all are, as far as they fit.
+        """
+        return None
+
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         """In which order the chunks stand, and which of them are computed with the query.
 
         Args:
-            scores: Of each chunk as it was given, by who retrieved them; higher is better.
+            scores: Of each chunk that is answered from; higher is better.
         """
         return Arrangement(tuple(range(len(scores))))
+
+    def brought(self, retrieved: Retrieved) -> tuple[int, ...]:
+        """Numbers of the chunks whose keys and values an answer needs, in prompt order."""
+        chosen = self.chosen(retrieved)
+        if chosen is None:
+            return self.arranged(ranking(retrieved.scores, len(retrieved))).brought
+        arranged = self.arranged(ranking(None, len(chosen)))
+        return tuple(chosen[index] for index in arranged.brought)
 
     @abstractmethod
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:

@@ -1,0 +1,155 @@
+"""Which of the retrieved chunks match a question best: by their retriever, and by its words.
+
+An embedding hears what a question is about and misses which name, number or title it asks for; the
+words say that.  Both together put a needed document first more often than either alone, and they
+say whether a second document has something that the first one lacks (docs/quality.md, "The best
+few").
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# Kana and Han, which have no spaces between words.
+_UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD: Final = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
+_IS_UNSPACED: Final = re.compile(f"[{_UNSPACED}]")
+_STEM: Final = 6
+"""Letters of a word that count, so that most endings do not."""
+_SATURATION, _LENGTH = 1.2, 0.75
+"""k1 and b of BM25 (Robertson and Zaragoza 2009, 3.1)."""
+_UNSCORED: Final = 0.25
+"""How much the order of chunks without scores weighs; it may be anything, or best first."""
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """A question and the chunks that were found for it.
+
+    Attributes:
+        question: Its text; "" if it is not known.
+        texts: Of the chunks; "" of one that is known by its key alone.
+        scores: Of each chunk, by who retrieved them; higher is better.  None: the best stands
+            first, if anybody knows.
+    """
+
+    question: str
+    texts: tuple[str, ...]
+    scores: Sequence[float] | None = None
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.texts)
+
+    @cached_property
+    def relevance(self) -> tuple[float, ...]:
+        """How well each chunk matches, in standard deviations; the same for scores a·s + b."""
+        if self.scores is None:
+            order: Sequence[float] = range(0, -len(self), -1)
+            known = [_UNSCORED * one for one in _standardised(order)]
+        else:
+            known = _standardised(self.scores)
+        # Words count as far as the chunks have them: of another language it is a few names.
+        words = (self._words.known * one for one in _standardised(self._words.scores))
+        return tuple(map(sum, zip(known, words, strict=True)))
+
+    def ranked(self) -> tuple[int, ...]:
+        """Numbers of the chunks, best first; of equal ones, the first is better."""
+        return tuple(sorted(range(len(self)), key=lambda index: -self.relevance[index]))
+
+    def added(self, index: int, taken: Iterable[int]) -> float:
+        """What of the question a chunk has and those taken have not, 0 to 1.
+
+        Words weigh by how few chunks have them; what no chunk has does not count.
+        """
+        return self._words.added(index, taken)
+
+    @cached_property
+    def _words(self) -> _Words:
+        is_known = self.question and all(self.texts)
+        return _Words.of(self.question if is_known else "", self.texts)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The question's words in the chunks.
+
+    Attributes:
+        weights: Per word how much it says, by how few chunks have it.
+        counts: Per chunk how often it has which word.
+        lengths: Words of each chunk.
+        known: Share of the weights whose words any chunk has.
+    """
+
+    weights: dict[str, float]
+    counts: tuple[Counter[str], ...]
+    lengths: tuple[int, ...]
+    known: float = field(default=0.0)
+
+    @classmethod
+    def of(cls, question: str, texts: Sequence[str]) -> _Words:
+        asked = dict.fromkeys(_terms(question))
+        counts, lengths = [], []
+        for text in texts if asked else [""] * len(texts):
+            terms = _terms(text)
+            counts.append(Counter(term for term in terms if term in asked))
+            lengths.append(len(terms))
+        chunks = len(counts)
+        having = {term: sum(term in one for one in counts) for term in asked}
+        weights = {
+            term: math.log1p((chunks - count + 0.5) / (count + 0.5))
+            for term, count in having.items()
+        }
+        total = sum(weights.values())
+        found = sum(weights[term] for term, count in having.items() if count)
+        return cls(weights, tuple(counts), tuple(lengths), found / total if total else 0.0)
+
+    @property
+    def scores(self) -> list[float]:
+        """BM25 of each chunk."""
+        mean = sum(self.lengths) / max(1, len(self.lengths)) or 1.0
+        found = []
+        for counts, length in zip(self.counts, self.lengths, strict=True):
+            damped = _SATURATION * (1 - _LENGTH + _LENGTH * length / mean)
+            found.append(
+                sum(
+                    self.weights[term] * count * (_SATURATION + 1) / (count + damped)
+                    for term, count in counts.items()
+                )
+            )
+        return found
+
+    def added(self, index: int, taken: Iterable[int]) -> float:
+        covered = {term for one in taken for term in self.counts[one]}
+        anywhere = {term for counts in self.counts for term in counts}
+        total = sum(self.weights[term] for term in anywhere)
+        new = sum(self.weights[term] for term in self.counts[index] if term not in covered)
+        return new / total if total else 0.0
+
+
+def _standardised(values: Sequence[float]) -> list[float]:
+    """Mean 0 and standard deviation 1; of equal values, zeros."""
+    mean = math.fsum(values) / max(1, len(values))
+    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in values) / max(1, len(values)))
+    if deviation <= 1e-9 * max(map(abs, values), default=0.0):
+        return [0.0] * len(values)
+    return [(one - mean) / deviation for one in values]
+
+
+def _terms(text: str) -> list[str]:
+    terms = []
+    for word in _WORD.findall(text.casefold()):
+        if _IS_UNSPACED.match(word) and len(word) > 1:
+            terms += ["".join(pair) for pair in pairwise(word)]
+        else:
+            terms.append(word[:_STEM])
+    return terms
