@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import Arrangement, ReusePolicy
 from kvcache_rag.policies.checks import checked_count
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
+MOST: Final = 3
+"""Chunks that are answered from, where nobody says how many."""
+ADDED: Final = 0.1
+"""Share of the question, by its words, that a further chunk has to add."""
+
+
 @dataclass(frozen=True)
 class BestFew(ReusePolicy):
     """Answer from the best few chunks, best first, exactly; the others are left out.
@@ -29,19 +35,30 @@ class BestFew(ReusePolicy):
     of these few, for one chunk's computing less, and with one chunk for the question's alone.
 
     Attributes:
-        count: How many at most.
+        count: How many; None for the best one, and as many as `MOST` where each says something of
+            the question that those before it do not.
     """
 
     name: ClassVar[str] = "bestfew"
     _forms = (Form("bestfew[:COUNT]", lambda words: BestFew(*words.numbers(int))),)
     computes_chunks: ClassVar[bool] = True
-    count: int = 1
+    count: int | None = None
 
     def __post_init__(self) -> None:
-        checked_count("count", self.count)
+        if self.count is not None:
+            checked_count("count", self.count)
 
     def chosen(self, retrieved: Retrieved) -> tuple[int, ...]:
-        return retrieved.ranked()[: self.count]
+        """The best, best first."""
+        ranked = retrieved.ranked()
+        if self.count is not None:
+            return ranked[: self.count]
+        few = ranked[:1]
+        for index in ranked[1:MOST]:
+            if retrieved.added(index, few) < ADDED:
+                break
+            few = (*few, index)
+        return few
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         """The best first, where it was prefilled; the others are computed behind it."""

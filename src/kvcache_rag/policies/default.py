@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.policies.bestlast import BestLast
+from kvcache_rag.policies.bestfew import BestFew
 from kvcache_rag.policies.fixed import Reuse
 
 if TYPE_CHECKING:
     from kvcache_rag.policies.base import ReusePolicy
 
-UNTRAINED: Final[ReusePolicy] = BestLast()
+UNTRAINED: Final[ReusePolicy] = BestFew()
 """Of a model that was not trained to read chunks that do not see each other."""
 
 
