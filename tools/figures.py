@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from kvcache_rag.kv.mask import MaskedSequence, block_mask, recompute_mask
 from kvcache_rag_lab.evaluation.report import TEXT, WIDTH, new_figure, plain_panel, save_plot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DOCS: Final = Path(__file__).resolve().parent.parent / "docs"
 TIMES: Final = DOCS.parent / "lab" / "benchmarks" / "results" / "when_not.json"
@@ -33,7 +33,7 @@ STORED, NOW, PLAIN = "#56B4E9", "#E69F00", "#999999"
 
 
 def sees(folder: Path = DOCS) -> None:
-    """Three masks: of a full prefill, of stitched chunks, and with first tokens computed again.
+    """Masks: of a full prefill, of the best two chunks, of stitched ones, of first tokens again.
 
     Each is a picture of its own, so that a page shows them side by side where there is room.
     """
@@ -46,16 +46,22 @@ def sees(folder: Path = DOCS) -> None:
     plain = block_mask(range(PREFIX), chunks, range(QUERY))
     linked = recompute_mask(range(PREFIX), chunks, range(QUERY), selected)
     question = set(range(context, size))
+    # The best two are B and A; C is left out.
+    few = PREFIX + CHUNKS[1] + CHUNKS[0] + QUERY
+    behind = set(range(PREFIX + CHUNKS[1], few))
     panels = (
         ("full", "full prefill", torch.ones(size, size, dtype=torch.bool).tril(), set(range(size))),
+        ("few", "BestFew(2)", torch.ones(few, few, dtype=torch.bool).tril(), behind),
         ("stitched", "Reuse()", _by_place(plain), question),
         ("again", "LegoLink(2)", _by_place(linked, again), {*question, *again}),
     )
+    parts = dict(zip(PARTS, (PREFIX, *CHUNKS, QUERY), strict=True))
     for name, title, mask, computed in panels:
         figure = new_figure(2.9, width=2.7)
         panel = figure.subplots()
         panel.set_title(title, fontsize=TEXT)
-        _cells(panel, mask, computed)
+        order = (PARTS[0], PARTS[2], PARTS[1], PARTS[4]) if name == "few" else PARTS
+        _cells(panel, mask, computed, {part: parts[part] for part in order})
         save_plot(figure, folder / f"sees-{name}.svg", "sees")
 
 
@@ -78,21 +84,19 @@ def _by_place(sequence: MaskedSequence, again: Sequence[int] = ()) -> torch.Tens
     return found
 
 
-def _cells(panel: Any, mask: torch.Tensor, computed: set[int]) -> None:
+def _cells(panel: Any, mask: torch.Tensor, computed: set[int], parts: Mapping[str, int]) -> None:
     """One square per pair of tokens: the row's token sees the column's."""
     size = len(mask)
     for row, column in mask.nonzero().tolist():
         colour = NOW if row in computed else STORED
         panel.add_patch(_patch((column + 0.06, row + 0.06), 0.88, 0.88, colour))
-    edges = [0, PREFIX]
-    for length in (*CHUNKS, QUERY):
-        edges.append(edges[-1] + length)
+    edges = [0, *accumulate(parts.values())]
     for edge in edges[1:-1]:
         for line in (panel.axhline, panel.axvline):
             line(edge, color=PLAIN, linewidth=0.6)
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    panel.set_xticks(middles, PARTS, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
-    panel.set_yticks(middles, PARTS, fontsize=8)
+    panel.set_xticks(middles, [*parts], rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    panel.set_yticks(middles, [*parts], fontsize=8)
     panel.tick_params(length=0)
     panel.set_xlim(0, size)
     panel.set_ylim(size, 0)
