@@ -363,6 +363,7 @@ class Asker:
                     cell,
                     item,
                     answer,
+                    _unused_tokens(places[cell], item.question, answer),
                     times.get((cell, item.question.id)),
                     first.divergence(cell, references.get(cell), item),
                 )
@@ -581,16 +582,27 @@ def _answers(
     return answers
 
 
+def _unused_tokens(place: Workplace, question: Question, answer: Answer) -> int:
+    """Tokens of the documents that a policy left out."""
+    if not answer.metrics.unused_chunks:
+        return 0
+    used = answer.metrics.answered_from
+    texts = [text for number, text in enumerate(question.chunks) if number not in used]
+    return sum(map(len, place.reader.tokenize(question.question, texts).chunks))
+
+
 def _record(
     task: Task,
     cell: Cell,
     one: Asked,
     answer: Answer,
+    unused_tokens: int,
     times: Mapping[str, float] | None,
     divergence: float | None,
 ) -> Record:
     metrics, text = answer.metrics, answer.text.strip()
-    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens + metrics.fresh_tokens
+    used_tokens = metrics.reused_tokens + metrics.prefilled_tokens + metrics.fresh_tokens
+    chunk_tokens = used_tokens + unused_tokens
     again = metrics.recomputed_tokens + metrics.fresh_tokens
     return Record(
         place=cell.place(task.name, one.question.id),
@@ -617,7 +629,7 @@ class Record:
         cluster: The same for questions over the same documents.
         scores: By name of the metric, each from 0 to 1.
         answer: The answer, without white space around it.
-        chunk_tokens: Tokens of the documents.
+        chunk_tokens: Tokens of the documents, also of those that a policy left out.
         reused_tokens: Of these, loaded from the store.
         recomputed_tokens: Context tokens that the policy computed again; `chunk_tokens` for a full
             prefill.
