@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MOST: Final = 3
 """Chunks that are answered from, where nobody says how many."""
-ADDED: Final = 0.1
-"""Share of the question, by its words, that a further chunk has to add."""
+NEAR: Final = 2.0
+"""Standard deviations of relevance: who is less near to the best one is left out."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class BestFew(ReusePolicy):
     of these few, for one chunk's computing less, and with one chunk for the question's alone.
 
     Attributes:
-        count: How many; None for the best one, and as many as `MOST` where each says something of
-            the question that those before it do not.
+        count: How many; None for the best one and those whose relevance is near to its own, three
+            at most: one where a question has its document, more where several may be meant or
+            needed (docs/quality.md has how that was chosen).
     """
 
     name: ClassVar[str] = "bestfew"
@@ -53,12 +54,8 @@ class BestFew(ReusePolicy):
         ranked = retrieved.ranked()
         if self.count is not None:
             return ranked[: self.count]
-        few = ranked[:1]
-        for index in ranked[1:MOST]:
-            if retrieved.added(index, few) < ADDED:
-                break
-            few = (*few, index)
-        return few
+        relevance = retrieved.relevance
+        return tuple(one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] < NEAR)
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         """The best first, where it was prefilled; the others are computed behind it."""

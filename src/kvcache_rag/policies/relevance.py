@@ -1,9 +1,8 @@
 """Which of the retrieved chunks match a question best: by their retriever, and by its words.
 
 An embedding hears what a question is about and misses which name, number or title it asks for; the
-words say that.  Both together put a needed document first more often than either alone, and they
-say whether a second document has something that the first one lacks (docs/quality.md, "The best
-few").
+words say that.  Both together put a needed document first more often than either alone
+(docs/quality.md, "The best few").
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 # Kana and Han, which have no spaces between words.
 _UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -65,13 +64,6 @@ class Retrieved:
     def ranked(self) -> tuple[int, ...]:
         """Numbers of the chunks, best first; of equal ones, the first is better."""
         return tuple(sorted(range(len(self)), key=lambda index: -self.relevance[index]))
-
-    def added(self, index: int, taken: Iterable[int]) -> float:
-        """What of the question a chunk has and those taken have not, 0 to 1.
-
-        Words weigh by how few chunks have them; what no chunk has does not count.
-        """
-        return self._words.added(index, taken)
 
     @cached_property
     def _words(self) -> _Words:
@@ -127,13 +119,6 @@ class _Words:
                 )
             )
         return found
-
-    def added(self, index: int, taken: Iterable[int]) -> float:
-        covered = {term for one in taken for term in self.counts[one]}
-        anywhere = {term for counts in self.counts for term in counts}
-        total = sum(self.weights[term] for term in anywhere)
-        new = sum(self.weights[term] for term in self.counts[index] if term not in covered)
-        return new / total if total else 0.0
 
 
 def _standardised(values: Sequence[float]) -> list[float]:
