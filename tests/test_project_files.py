@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -303,6 +305,42 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # As from a shell, not from the `make test` around it.
     shell = {one: os.environ[one] for one in os.environ if "MAKE" not in one and one != "VENV"}
     return subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_run_of_all_tests_compares_the_standard_ones(workers: str, tmp_path: Path) -> None:
+    """In a checkout with one test, by the Makefile's words: no process may hear of too little."""
+    folder = "integrations/langchain-kvcache-rag/tests"
+    for name in ("pytest.ini", "integrations/conftest.py", f"{folder}/standard_outcomes.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("tests", "lab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / folder / "test_standard_one.py").write_text("def test_it(): pass")
+    known, gone = "test_standard_one.py::test_it  passed", "test_standard_two.py::test_it  passed"
+    (tmp_path / folder / "standard_tests.txt").write_text(f"{known}\n{gone}\n")
+    (words,) = re.findall(r"(?m)^TESTS := (.+)$", text("Makefile"))
+    (recipe,) = re.findall(r"(?m)^test: .+\n\t\$\(BIN\)/pytest (.+)$", text("Makefile"))
+    recipe = recipe.replace("$(TESTS)", words).replace("$(WORKERS)", workers)
+    # Those that pytest.ini and the words name; to load all takes longer than the run.
+    plugins = "xdist.plugin,pytest_asyncio.plugin,pytest_timeout"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *shlex.split(recipe)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": plugins},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert re.findall(r"(?m)^[-+] .+$", done.stdout) == [f"- {gone}"]
+
+
+def test_continuous_integration_calls_what_the_readme_says() -> None:
+    said = re.findall(r"(?m)^make [\w-]+", text("README.md"))
+    assert said == ["make demo", "make test"]
+    for command in said:
+        assert re.search(rf"\brun_{command}(?![\w-])", text(".ci/run")), command
 
 
 def test_an_environment_of_another_checkout_stays_that_ones(tmp_path: Path) -> None:

@@ -14,17 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
-from standard_outcomes import StandardOutcomes
+from standard_outcomes import pytest_configure  # noqa: F401
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from langchain_kvcache_rag import ChatKVCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(StandardOutcomes(), "standard-outcomes")
 
 
 @pytest.fixture

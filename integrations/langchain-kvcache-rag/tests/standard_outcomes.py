@@ -18,51 +18,64 @@ LIST: Final = Path(__file__).with_name("standard_tests.txt")
 REWRITE: Final = "KVCACHE_RAG_WRITE_STANDARD"
 _HEAD: Final = (
     "# Outcomes of LangChain's standard tests (langchain-tests), compared by every test run.\n"
-    f"# Written by {REWRITE}=1 pytest integrations/langchain-kvcache-rag/tests -k standard\n"
+    f"# Written by {REWRITE}=1 pytest integrations/langchain-kvcache-rag/tests/test_standard_*\n"
 )
+_NAME: Final = "standard-outcomes"
+_SELECTIONS: Final = ("keyword", "markexpr", "deselect", "lf", "stepwise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """For conftests: of those that have it, a process may meet one alone."""
+    if not config.pluginmanager.has_plugin(_NAME):
+        config.pluginmanager.register(StandardOutcomes(), _NAME)
 
 
 class StandardOutcomes:
-    """A pytest plugin; complete only where whole files were run in this process."""
+    """A pytest plugin of the process that hears of all reports; under xdist it collects nothing."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
-        self._collected: dict[str, int] = {}
-        self._deselected = False
-
-    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
-        for item in items:
-            if item.path.name.startswith("test_standard_"):
-                self._collected[item.path.name] = self._collected.get(item.path.name, 0) + 1
-
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        self._deselected |= any(item.path.name.startswith("test_standard_") for item in items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file, _, test = report.nodeid.rpartition("/")[2].partition("::")
-        if not file.startswith("test_standard_") or (report.when != "call" and report.passed):
-            return
-        self._seen[f"{file}::{test}"] = _outcome(report)
+        path, _, test = report.nodeid.partition("::")
+        file = path.rpartition("/")[2]
+        if file.startswith("test_standard_") and (report.when == "call" or not report.passed):
+            self._seen[f"{file}::{test}"] = _outcome(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        whole = not self._deselected and not any("::" in one for one in session.config.args)
-        ran = len(self._seen) == sum(self._collected.values())
-        if not self._seen or not whole or not ran or hasattr(session.config, "workerinput"):
+        if not self._seen or hasattr(session.config, "workerinput") or _is_partial(session):
             return
-        files = set(self._collected)
-        found = sorted(f"{name}  {outcome}" for name, outcome in self._seen.items())
+        lines = [f"{name}  {outcome}" for name, outcome in self._seen.items()]
         known = [line for line in LIST.read_text(encoding="utf-8").splitlines() if "::" in line]
+        files = {line.partition("::")[0] for line in (*lines, *known)}
+        files = {file for file in files if _is_whole(file, session.config)}
+        found = sorted(line for line in lines if line.partition("::")[0] in files)
         listed = [line for line in known if line.partition("::")[0] in files]
         if os.environ.get(REWRITE):
             kept = [line for line in known if line not in listed]
-            lines = "".join(f"{line}\n" for line in sorted([*kept, *found]))
-            LIST.write_text(_HEAD + lines, encoding="utf-8")
+            text = "".join(f"{line}\n" for line in sorted([*kept, *found]))
+            LIST.write_text(_HEAD + text, encoding="utf-8")
             return
         changed = [f"- {one}" for one in listed if one not in found]
         changed += [f"+ {one}" for one in found if one not in listed]
         if changed:
             _say(session, [f"{LIST.name} is not what the standard tests gave:", *changed])
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_partial(session: pytest.Session) -> bool:
+    """Whether tests were chosen one by one, or the run was ended early."""
+    if any(session.config.getoption(name, None) for name in _SELECTIONS):
+        return True
+    stopped = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return stopped or bool(session.shouldfail or session.shouldstop)
+
+
+def _is_whole(file: str, config: pytest.Config) -> bool:
+    """Whether a file, or a folder around it, was asked for."""
+    path = LIST.with_name(file).resolve()
+    asked = {(config.invocation_params.dir / one).resolve() for one in config.args}
+    return not asked.isdisjoint((path, *path.parents))
 
 
 def _outcome(report: pytest.TestReport) -> str:
@@ -76,6 +89,6 @@ def _outcome(report: pytest.TestReport) -> str:
 
 def _say(session: pytest.Session, lines: Sequence[str]) -> None:
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.ensure_newline()
+    reporter.line("")  # ends that of the last dots
     for line in lines:
         reporter.write_line(line, red=True)
