@@ -14,7 +14,8 @@ without any text of a row to the report, from which a run goes on, too, that fin
 tokens' distribution is computed once more, per row that another policy is asked.
 
 Besides the package's policies there are `fewer[:SHARE]`, a full prefill of the best documents
-alone, which `bestlast` has to beat, and `random[:RATIO]`, a choice by nothing.
+alone, which `bestlast` has to beat, `random[:RATIO]`, a choice by nothing, and `pced`, which reads
+every document alone (`benchmarks.pced`).
 
 `times` asks rows alone, policies in turns, on one thread, chunks from files: `--timed` of each set,
 and as many contexts of about 1,000 and 4,000 tokens.  These are paragraphs of `squad_corpus.jsonl`,
@@ -32,15 +33,17 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
 import torch
 
+from benchmarks import pced
 from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
 from benchmarks.common import commit, described, load, result_file
+from benchmarks.pced import PCED
 from kvcache_rag import BestLast, DiskStore, Engine
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
@@ -293,21 +296,28 @@ def ask(options: argparse.Namespace) -> None:
     """Answer every row in every way, and keep the answers."""
     retriever = Retriever(options.work, options.retriever, options.documents)
     tasks = [retrieved(name, options, retriever) for name in options.sets]
-    cells = [cell_of(label, options.name) for label in options.policies]
+    labels = [label for label in options.policies if label != PCED]
+    cells = [cell_of(label, options.name) for label in labels]
     (options.folder / "first_tokens").mkdir(parents=True, exist_ok=True)
     shard, shards = options.shard
     file = options.folder / f"records-{shard}of{shards}.jsonl"
-    _go_on(options, tasks, cells, file)
+    store = DiskStore(options.folder / "chunks", durable=False)
+    _go_on(options, tasks, [*cells, pced.cell_of(options.name)], file)
+    opening = cache(partial(_sat, options))
+    if PCED in options.policies:
+        pced.ask(tasks, options.name, opening, file=file, store=store)
+    if not cells:
+        return
     evaluate(
         tasks,
         cells,
-        models={options.name: partial(_sat, options)},
+        models={options.name: opening},
         file=file,
         batch=options.batch,
         timed=0,
         auxiliary=auxiliary(options),
         divergence=not options.no_divergence,
-        store=DiskStore(options.folder / "chunks", durable=False),
+        store=store,
         first_tokens=options.folder / "first_tokens",
         show_progress=True,
     )

@@ -99,7 +99,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     answered = Engine.generate_batch
 
     def count(engine: Engine, questions: Sequence[Any], **options: Any) -> Any:
-        asked.extend(question for question, _ in questions)
+        asked.extend(question for question, *_ in questions)
         return answered(engine, questions, **options)
 
     monkeypatch.setattr(Engine, "generate_batch", count)
@@ -155,6 +155,18 @@ def test_a_run_goes_on_from_its_answers_and_from_results_alone(
     assert more["squad"].found["reuse"] == squad.found["reuse"]
     assert len(more["squad"].found["legolink:4"]["kl"]) == 3
     assert set(more["nq"].found) == {"full", "reuse", "legolink:4", CLOSED_BOOK}
+
+
+def test_experts_are_asked_beside_policies_and_kept_like_them(run: Any, counted: list[str]) -> None:
+    run("--policies", "full", "pced", "--no-divergence")
+    assert len(counted) == 2 * 3 * (1 + 5), "a row for each of four documents, and one without"
+    found = run("--collect").sets["squad"].found
+    assert set(found) == {"full", "pced"}
+    assert found["pced"]["computed"] == [0, 0, 0]
+    assert None not in found["pced"]["right"]
+    counted.clear()
+    run("--policies", "pced", work="lost")
+    assert not counted, "what results hold is not asked again"
 
 
 def test_the_other_half_is_added(run: Any) -> None:

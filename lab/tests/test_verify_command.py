@@ -16,7 +16,7 @@ import pytest
 import torch
 from serve_fakes import running, settings, tiny_backend
 
-from kvcache_rag import Engine, InvalidInputError, Reuse, cli
+from kvcache_rag import BestFew, Engine, InvalidInputError, Reuse, cli
 from kvcache_rag.errors import FingerprintMismatchError
 from kvcache_rag.models.rotation import Move
 from kvcache_rag.verdict import PolicyScore, Verdict
@@ -367,12 +367,19 @@ def test_both_forms_of_documents_are_read(tmp_path: Path) -> None:
     ]
     first, second, third = read_own_questions(write(tmp_path / "q.jsonl", rows))
     assert (first.id, first.chunks, first.answers) == ("line 1", ("a", "b"), ())
+    assert (first.relevant, second.relevant) == ((1,), ())
     assert (second.id, second.answers, second.language) == ("7", ("王",), "zh")
-    assert own_score("A and b", third) == {"f1": 1.0, "exact_match": 1.0}
-    assert own_score("only a", third) == {"f1": 0.0, "exact_match": 0.0}
+    met, missed = (
+        dict.fromkeys(("f1", "exact_match", "containment"), score) for score in (1.0, 0.0)
+    )
+    assert own_score("A and b", third) == met
+    assert own_score("only a", third) == missed
     english = Question("e", "x", ("c",), ("the red cat", "a dog"))
-    assert own_score("Red cat!", english) == {"f1": 1.0, "exact_match": 1.0}
-    assert own_score("red house", english) == {"f1": 0.5, "exact_match": 0.0}
+    assert own_score("Red cat!", english) == met
+    assert own_score("red house", english) == {**missed, "f1": 0.5}
+    marked = Question("m", "x", ("a dog", "a house"), ("dog",), relevant=(0,))
+    assert own_score("It is a house.", marked)["wrong_document"] == 1.0
+    assert own_score("It is a dog.", marked)["wrong_document"] == 0.0
 
 
 GOOD = {"question": "Who?", "documents": ["a"]}
@@ -522,7 +529,9 @@ def test_a_server_is_verified_by_its_answers(
     assert "probabilities and numerics are not" in printed
     assert f"use it with `kvcache-rag serve --gate {out}`" in printed
     verdict = Verdict.load(out)
-    assert [row.policy for row in verdict.policies] == [repr(Reuse()), repr(Reuse("composite"))]
+    assert [row.policy for row in verdict.policies] == [
+        repr(policy) for policy in (BestFew(), Reuse(), Reuse("composite"))
+    ]
     assert Engine.from_pretrained("tiny", gate=out).gate is not None
 
 
@@ -532,3 +541,34 @@ def test_one_question_is_one(tmp_path: Path) -> None:
 
     unsure = make_verdict(IDENTITY, {REUSE: 0.96}, questions=1)
     assert "but 1 question proves only" in list(lines(unsure, "v.json"))[-2]
+
+
+def test_agreement_and_right_answers_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = reader_rows(1)
+    for row in rows:
+        texts = row["documents"]
+        row["documents"] = [
+            {"text": text, "relevant": row["answers"][0] in text} for text in reversed(texts)
+        ]
+    out = tmp_path / "v.json"
+    options = ("--policies", "bestfew:1", "reuse", "--max-new-tokens", "6", "--out", out)
+    assert run("tiny", "--data", write(tmp_path / "q.jsonl", rows), *options) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"same answer +right +wrong document +KL first", printed)
+    assert "Agreement understates" not in printed
+    verdict = Verdict.load(out)
+    few, reuse = verdict.policies
+    assert (few.policy, few.recomputed) == ("BestFew(count=1)", 0)
+    assert few.right < reuse.right <= 1, "one document has not the facts of three"
+    assert all(0 <= row.wrong_document <= 1 - row.right for row in (few, reuse))
+
+    plain = [{**row, "documents": [one["text"] for one in row["documents"]]} for row in rows]
+    for row in plain:
+        del row["answers"]
+    assert run("tiny", "--data", write(tmp_path / "p.jsonl", plain), *options) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("Agreement understates BestFew(count=1): documents that") == 1
+    assert "wrong document" not in printed
+    assert math.isnan(Verdict.load(out).full.right)

@@ -42,6 +42,8 @@ _ADDED: Final = frozenset(
     {
         "same_answer",
         "needed",
+        "right",
+        "wrong_document",
         "first_layer_divergence",
         "first_layer_divergence_low",
         "first_layer_divergence_high",
@@ -119,6 +121,9 @@ class PolicyScore:
             articles.
         needed: How many questions like these would prove the verdict's threshold, NaN if none
             would.  Of full prefill: how many of any policy that loses none.
+        right: Share of answers that have a right one in them, where the questions have answers.
+        wrong_document: Share of answers that are wrong and stand in a document beside the relevant
+            ones, where the questions say which these are.
     """
 
     policy: str
@@ -138,6 +143,8 @@ class PolicyScore:
     ttft_ratio: float = math.nan
     same_answer: float = field(default=math.nan, repr=False)
     needed: float = field(default=math.nan, repr=False)
+    right: float = field(default=math.nan, repr=False)
+    wrong_document: float = field(default=math.nan, repr=False)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
 POLICIES = (
-    "full, reuse, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
+    "full, bestfew, reuse, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
     "cacheclip:0.2, ape:0.9,0.9, combination (default: full reuse)"
 )
 TASKS = (

@@ -36,20 +36,23 @@ if TYPE_CHECKING:
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
-POLICIES = ("reuse", "bestlast", "composite", "legolink", "cacheblend", "prophetkv", "ape")
+POLICIES = (
+    *("bestfew", "reuse", "bestlast", "composite"),
+    *("legolink", "cacheblend", "prophetkv", "ape"),
+)
 
 READER = "reader"
 
 KEY = "KVCACHE_RAG_API_KEY"
 
 # What every engine behind a server does.
-OF_SERVERS = ("reuse", "composite")
+OF_SERVERS = ("bestfew", "reuse", "composite")
 
 # What a model with recurrent layers does, in which no single token is computed again.
-OF_RECURRENT = ("reuse", "bestlast", "combination")
+OF_RECURRENT = ("bestfew", "reuse", "bestlast", "combination")
 
 # What llama.cpp does, which shows neither attention nor keys of single layers.
-OF_LLAMA = ("reuse", "bestlast", "legolink", "combination")
+OF_LLAMA = ("bestfew", "reuse", "bestlast", "legolink", "combination")
 
 # Of a model in this process.
 _OF_MODELS = (
@@ -85,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         type=Path,
         help='questions, one JSON object a line: {"question": "...", "documents": ["..."], '
-        '"answers": ["..."]}; answers may be left out. With --task the folder of its data set',
+        '"answers": ["..."]}; answers may be left out, and a document may be {"text": "...", '
+        '"relevant": true}. With --task the folder of its data set',
     )
     parser.add_argument(
         "--task", help=f"a task of `eval` instead; {READER} for the packaged reader's own questions"
@@ -339,19 +343,11 @@ def lines(verdict: Verdict, file: str, *, server: bool = False) -> Iterator[str]
         state = "equal" if check.passed else "DIFFERENT"
         yield f"{state:<10}{check.name} ({check.error:.2g}, rounding explains {check.tolerance:g})"
     yield ""
-    heads = [
-        verdict.measure,
-        "kept of full",
-        "same answer",
-        "KL first",
-        "KL answer",
-        "top-1",
-        "recomputed",
-        "ttft",
-        "of full",
-        "policy",  # last, as it may be long
-    ]
-    rows = [_cells(row) for row in (verdict.full, *verdict.policies)]
+    scored = (verdict.full, *verdict.policies)
+    columns = [_cells(row) for row in scored]
+    known = [head for head in columns[0] if any(row[head] != "-" for row in columns)]
+    heads = [verdict.measure if head == _SCORE else head for head in known]
+    rows = [[row[head] for head in known] for row in columns]
     yield from table([heads, *rows], right=frozenset(range(len(heads) - 1)))
     if verdict.auxiliary is not None:
         yield ""
@@ -365,23 +361,28 @@ def lines(verdict: Verdict, file: str, *, server: bool = False) -> Iterator[str]
     yield f"Wrote {file}; use it with {use}."
 
 
-def _cells(row: PolicyScore) -> list[str]:
+_SCORE = "score"
+
+
+def _cells(row: PolicyScore) -> dict[str, str]:
     low = row.kept_low if row.kept_low > 0 else 0.0  # nothing is proved; a NaN, too
     kept, *ends = map(_percent, (row.kept, low, row.kept_high))
     interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
     name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
-    return [
-        _percent(row.score),
-        interval,
-        _percent(row.same_answer),
-        _number(row.first_divergence),
-        _number(row.answer_divergence),
-        _percent(row.top1),
-        _percent(row.recomputed),
-        f"{1000 * row.ttft:.1f} ms",
-        f"{row.ttft_ratio:.2f}x",
-        name,
-    ]
+    return {
+        _SCORE: _percent(row.score),
+        "kept of full": interval,
+        "same answer": _percent(row.same_answer),
+        "right": _percent(row.right),
+        "wrong document": _percent(row.wrong_document),
+        "KL first": _number(row.first_divergence),
+        "KL answer": _number(row.answer_divergence),
+        "top-1": _percent(row.top1),
+        "recomputed": _percent(row.recomputed),
+        "ttft": f"{1000 * row.ttft:.1f} ms",
+        "of full": f"{row.ttft_ratio:.2f}x",
+        "policy": name,  # last, as it may be long
+    }
 
 
 def _percent(share: float) -> str:

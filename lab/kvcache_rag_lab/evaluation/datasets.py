@@ -296,6 +296,7 @@ def _question(line: bytes, where: str, number: int) -> Question:
             "found"
         )
     chunks = tuple(_document(document, where) for document in documents)
+    marks = [isinstance(one, dict) and one.get("relevant") is True for one in documents]
     answers = _texts(row.get("answers"), "answers", where)
     lists = row.get("answer_groups") or []
     if not isinstance(lists, list):
@@ -311,6 +312,7 @@ def _question(line: bytes, where: str, number: int) -> Question:
         chunks=chunks,
         answers=answers,
         answer_groups=groups,
+        relevant=tuple(index for index, is_relevant in enumerate(marks) if is_relevant),
         language="zh" if _CHINESE.search(joined) else "en",
     )
 

@@ -299,15 +299,21 @@ def _rgb(answer: str, question: Question) -> tuple[float, ...]:
 def own_score(answer: str, question: Question) -> dict[str, float]:
     """`exact_match` and `f1` (SQuAD's, LongBench's for Chinese) against the best right answer.
 
-    Where there are groups of answers, both are whether every group is met (RGB's rule).
+    Where there are groups of answers, both are whether every group is met (RGB's rule).  Beside
+    them `containment`, and in English, where documents are called relevant, `wrong_document`.
     """
+    found = {"containment": _contained(answer, question)}
+    wrong = _elsewhere(answer, question) if question.language == "en" else None
+    if wrong is not None:
+        found[WRONG] = wrong
     if question.answer_groups:
         met = metrics.substring_match(answer, question.answer_groups, question.language)
-        return {"f1": met, "exact_match": met}
+        return {"f1": met, "exact_match": met, **found}
     overlap = metrics.f1_chinese if question.language == "zh" else metrics.f1
     return {
         "f1": metrics.best(overlap, answer, question.answers),
         "exact_match": metrics.best(metrics.exact_match, answer, question.answers),
+        **found,
     }
 
 

@@ -35,6 +35,7 @@ from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.progress import plural, progress_bar
 from kvcache_rag.prompt.words import normalised
 from kvcache_rag.verdict import (
@@ -299,7 +300,12 @@ class Verification:
             packages=_packages(),
         )
         told = notes(
-            full, len(asked), len(self.questions), self.measure, is_blurred=verdict.is_blurred
+            full,
+            len(asked),
+            len(self.questions),
+            self.measure,
+            is_blurred=verdict.is_blurred,
+            choosing=[name for name, policy in compared.items() if _chooses(policy, asked[0])],
         )
         return replace(verdict, notes=(*told, *subject.notes))
 
@@ -415,6 +421,8 @@ class Verification:
             ttft_ratio=statistics.median(ratios),
             same_answer=mean([float(outcome.same) for outcome in found]),
             needed=needed,
+            right=metric("containment"),
+            wrong_document=metric("wrong_document"),
         )
 
     def _proved(
@@ -474,8 +482,19 @@ def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float
     return max(equal, key=lambda row: (row.score, -row.answer_divergence)).policy
 
 
+def _chooses(policy: ReusePolicy, question: Question) -> bool:
+    """Whether a policy answers from some chunks alone."""
+    return policy.chosen(Retrieved(question.question, question.chunks)) is not None
+
+
 def notes(
-    full: PolicyScore, asked: int, given: int, measure: str, *, is_blurred: bool = False
+    full: PolicyScore,
+    asked: int,
+    given: int,
+    measure: str,
+    *,
+    is_blurred: bool = False,
+    choosing: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """What to bear in mind about a verdict, a sentence each.
 
@@ -485,6 +504,7 @@ def notes(
         given: How many there were.
         measure: What decides.
         is_blurred: Whether the verdict says itself that full prefill scores too low.
+        choosing: Policies that answer from some documents alone.
     """
     sentences = []
     if asked < WEAK_BELOW:
@@ -507,6 +527,11 @@ def notes(
             "Questions have no answers, some or all, so policies are measured against full "
             "prefill's answers, right or wrong."
         )
+        if choosing:
+            sentences.append(
+                f"Agreement understates {' and '.join(choosing)}: documents that full prefill "
+                "reads, right or wrong, are left out there; give answers to judge by what is right."
+            )
     return tuple(sentences)
 
 
