@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 MOST: Final = 3
 """Chunks that are answered from, where nobody says how many."""
-NEAR: Final = 2.0
-"""Standard deviations of relevance: who is less near to the best one is left out."""
+NEAR: Final = 2.0 + 1e-6
+"""Standard deviations of relevance: who is farther behind the best one is left out.
+
+Two chunks of which scores alone are known are always two apart, which says nothing; so this is a
+little more than they are after rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class BestFew(ReusePolicy):
         if self.count is not None:
             return ranked[: self.count]
         relevance = retrieved.relevance
-        return tuple(one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] < NEAR)
+        return tuple(one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR)
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         """The best first, where it was prefilled; the others are computed behind it."""
