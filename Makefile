@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq --retries 1
 # What pip says then is that nothing fits.
 OR_SAY := || { echo "pip could not install all of it; is a package index within reach?" >&2; exit 1; }
-# Parallel test processes; two on two cores gain little, as each loads torch again.
-WORKERS ?= 0
+# Parallel test processes: servers are waited for more than computed with, so two take half the time of one.
+WORKERS ?= 2
 # Further arguments of `kvcache-rag demo`, such as --questions 6.
 DEMO ?=
 # Arguments of `make bench-serving`, such as --corpus FILE or --quick.

@@ -336,6 +336,13 @@ def test_the_run_of_all_tests_compares_the_standard_ones(workers: str, tmp_path:
     assert re.findall(r"(?m)^[-+] .+$", done.stdout) == [f"- {gone}"]
 
 
+def test_continuous_integration_calls_what_the_readme_says() -> None:
+    said = re.findall(r"(?m)^make [\w-]+", text("README.md"))
+    assert said == ["make demo", "make test"]
+    for command in said:
+        assert re.search(rf"\brun_{command}(?![\w-])", text(".ci/run")), command
+
+
 def test_an_environment_of_another_checkout_stays_that_ones(tmp_path: Path) -> None:
     one, other, pip = tmp_path / "one", tmp_path / "other", tmp_path / "one/.venv/bin/pip"
     pip.parent.mkdir(parents=True)
