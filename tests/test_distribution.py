@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,5 +56,7 @@ def test_the_wheel_holds_what_is_tracked(tracked: list[str], tmp_path: Path) -> 
     assert names - compiled == own | {name.removeprefix("src/") for name in new}
     kernels = {name for name in own if name.endswith(".c")}
     built = {str(Path(name).with_name(f"lib{Path(name).stem}.so")) for name in kernels}
-    assert compiled == (set() if "-any.whl" in wheel else built)
+    compiler = os.environ.get("CC") or shutil.which("gcc")
+    # What does not compile is left out of the wheel, and its tests are skipped.
+    assert compiled == (built if compiler and platform.machine() == "x86_64" else set())
     assert not any("training" in Path(name).parts for name in names)

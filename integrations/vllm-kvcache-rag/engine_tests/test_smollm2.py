@@ -9,7 +9,6 @@ import torch
 
 from conftest import SmallEngine, reused
 from kvcache_rag import Engine, MemoryStore, Reuse
-from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.models.pretrained import load
 from vllm_kvcache_rag.transfer.params import TransferParams
 
@@ -29,10 +28,7 @@ QUESTIONS = ["When did the Golden Gate Bridge open?", "How deep is Lake Baikal?"
 def pair(tmp_path_factory: Any) -> Iterator[tuple[SmallEngine, Engine]]:
     folder = tmp_path_factory.mktemp("smollm2")
     options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "options": {}}
-    try:
-        model, tokenizer, template = load("smollm2", **options)
-    except KVCacheRagError as error:
-        pytest.skip(f"SmolLM2 is not there: {error}")
+    model, tokenizer, template = load("smollm2", **options)
     config = type(model.config).from_dict(model.config.to_dict())
     config.quantization_config = None
     plain = type(model)(config)
