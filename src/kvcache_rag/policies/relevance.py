@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _SATURATION, _LENGTH = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza 2009, 3.1)."""
 _UNSCORED: Final = 0.25
 """How much the order of chunks without scores weighs; it may be anything, or best first."""
+_EQUAL: Final = 1e-9
+"""Values whose standard deviation is this part of the largest one differ by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -131,25 +133,29 @@ class _Words:
     def added(self, index: int, taken: Iterable[int]) -> float:
         covered = {term for one in taken for term in self.counts[one]}
         anywhere = {term for counts in self.counts for term in counts}
-        total = sum(self.weights[term] for term in anywhere)
-        new = sum(self.weights[term] for term in self.counts[index] if term not in covered)
+        # Exact sums, as sets of words have another order in every process.
+        total = math.fsum(self.weights[term] for term in anywhere)
+        new = math.fsum(self.weights[term] for term in self.counts[index] if term not in covered)
         return new / total if total else 0.0
 
 
 def _standardised(values: Sequence[float]) -> list[float]:
     """Mean 0 and standard deviation 1; of equal values, zeros."""
-    mean = math.fsum(values) / max(1, len(values))
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in values) / max(1, len(values)))
-    if deviation <= 1e-9 * max(map(abs, values), default=0.0):
+    largest = max(map(abs, values), default=0.0)
+    # Of values up to 1 no square is too large or too small for a float.
+    scaled = [one / largest for one in values] if largest else [0.0] * len(values)
+    mean = math.fsum(scaled) / max(1, len(scaled))
+    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in scaled) / max(1, len(scaled)))
+    if deviation <= _EQUAL:
         return [0.0] * len(values)
-    return [(one - mean) / deviation for one in values]
+    return [(one - mean) / deviation for one in scaled]
 
 
 def _terms(text: str) -> list[str]:
     terms = []
     for word in _WORD.findall(text.casefold()):
         if _IS_UNSPACED.match(word) and len(word) > 1:
-            terms += ["".join(pair) for pair in pairwise(word)]
+            terms += map(add, word, word[1:])  # pairs of neighbours
         else:
             terms.append(word[:_STEM])
     return terms
