@@ -121,9 +121,9 @@ class Engine(NamedArguments):
             template: None for the default instruction.
             policy: What is reused, or the name of that, such as "cacheblend:0.2"; None for what the
                 model was trained for: `Reuse()` if it, or its adapter, says that it was fine-tuned
-                for blocks, else `BestLast()`; chunks of a model that cannot stitch them (`refusal`)
-                are then answered by full prefill, with one warning.  `LegoLink` cuts the chunks of
-                a model with recurrent layers, which others do not find then.
+                for blocks, else `BestFew()`; where that needs what the model cannot do (`refusal`)
+                its chunks are then answered by full prefill, with one warning.  `LegoLink` cuts the
+                chunks of a model with recurrent layers, which others do not find then.
             namespace: Tenant.
             context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
@@ -413,11 +413,17 @@ class Engine(NamedArguments):
 
     @property
     def refusal(self) -> str:
-        """Why chunks of this model cannot be stitched, so that storing them is of no use.
-
-        "" for a model whose chunks can.
-        """
+        """Why chunks of this model cannot be stitched, "" if they can."""
         return self._admission.refusal
+
+    @property
+    def why_useless(self) -> str:
+        """Why storing chunks is of no use to answers by the engine's policy, "" if it is of use.
+
+        What cannot be stitched may still be the one chunk that `BestFew` takes from the store.
+        """
+        self._follow()
+        return self._admission.why_useless(self.policy)
 
     @property
     def is_recurrent(self) -> bool:
@@ -529,7 +535,7 @@ class Engine(NamedArguments):
             ContextTooLongError: If a chunk does not fit the context window; nothing is computed
                 then.
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
-                cannot be moved warns, once: a chunk helps only where it is the only one.
+                cannot be moved warns, once, where the policy moves chunks (`why_useless`).
         """
         texts = check_list("chunks", texts, "texts")
         keys = self._add(texts, show_progress=show_progress, cancelled=cancelled)
@@ -548,7 +554,7 @@ class Engine(NamedArguments):
         started = time.perf_counter()
         self._follow()
         prefiller = self._prefiller or self._capturing  # which says why there is none
-        if self.refusal:
+        if self._admission.why_useless(self.policy):
             self._admission.warn_refused()
         chunks = self._planner.chunks(texts)
         if chunks:

@@ -189,7 +189,7 @@ class RemoteEngine(Reopened):
 
     is_remote: Final = True
     namespace: Final = ""
-    refusal: Final = ""
+    why_useless: Final = ""
     policy: Final = None
 
     def __init__(

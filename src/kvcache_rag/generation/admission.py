@@ -78,6 +78,10 @@ class Admission:
         """Whether full prefill answers instead of a policy where chunks would have to move."""
         return bool(self.refusal) and policy is self.default
 
+    def why_useless(self, policy: ReusePolicy) -> str:
+        """Why storing chunks is of no use to answers by a policy, "" if it is of use."""
+        return self.refusal if policy.moves_chunks or not self.alone else ""
+
     def reuses(self, policy: ReusePolicy, chunks: int) -> bool:
         """Whether an answer that brings so many chunks uses any that are stored."""
         if policy.is_full or (self.yields(policy) and chunks > self.alone):

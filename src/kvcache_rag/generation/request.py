@@ -132,10 +132,8 @@ def retrieved_chunks(
     question: str, chunks: Sequence[ChunkInput], scores: Sequence[float] | None
 ) -> Retrieved:
     """What a policy may choose by; raises `InvalidInputError` for scores that are none."""
-    texts = [
-        chunk if isinstance(chunk, str) else chunk.text if isinstance(chunk, StoredChunk) else ""
-        for chunk in chunks
-    ]
+    given = [chunk.text if isinstance(chunk, StoredChunk) else chunk for chunk in chunks]
+    texts = (text if isinstance(text, str) else "" for text in given)
     known = None if scores is None else ranking(scores, len(chunks))
     return Retrieved(question, tuple(texts), known)
 
@@ -263,7 +261,7 @@ class Planner:
             any_length = is_longer or overflow == "drop_lowest"
             context = self.chunks(given, any_length=any_length, only=chosen)
         # Those that were chosen stand best first now.
-        ranks = ranking(scores if chosen is None else None, len(context))
+        ranks = ranking(retrieved.scores if chosen is None else None, len(context))
         if sum(map(len, context)) > room - len(query):
             # What a row says of a length is a hint: before anything is left out, its text counts.
             context = list(map(self._measured, context))
@@ -397,9 +395,10 @@ class Planner:
             if len(taken) == len(chosen) or room < 0:
                 self._parts(given[index], index)
                 continue
-            chunk = self._measured(self.chunk(given[index], index))
-            fits = sum(map(len, taken)) + len(chunk) <= room
-            (taken if fits else too_long).append(chunk)
+            chunk, left = self.chunk(given[index], index), room - sum(map(len, taken))
+            if len(chunk) > left:
+                chunk = self._measured(chunk)  # what a row says of a length is a hint
+            (taken if len(chunk) <= left else too_long).append(chunk)
         if too_long and not taken:
             worst = too_long[0]
             raise ContextTooLongError(_too_long(worst.place, len(worst), room) + self.beyond)

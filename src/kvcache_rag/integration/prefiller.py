@@ -258,8 +258,8 @@ def prefill_texts(
 ) -> list[ChunkKey | None]:
     """Compute and store what is missing, for rows of a vector store of any kind.
 
-    For a model whose chunks cannot be stitched nothing is computed, with one warning; so nothing is
-    of a text that does not fit the context window, which the warning names.
+    Where stored chunks are of no use (`Engine.why_useless`) nothing is computed, with one warning;
+    so nothing is of a text that does not fit the context window, which the warning names.
 
     Args:
         engine: Prefills.
@@ -275,7 +275,7 @@ def prefill_texts(
         concurrent.futures.CancelledError: If it was stopped.
     """
     keys: list[ChunkKey | None] = [None] * len(texts)
-    if engine.refusal:
+    if engine.why_useless:
         engine._admission.warn_refused()
         return keys
     options: dict[str, Any] = {"show_progress": show_progress, "cancelled": cancelled}

@@ -107,6 +107,7 @@ class ReusePolicy(NamedArguments, ABC):
         joint: Whether the chunks of a prompt are computed and stored together, as one.
         computes_chunks: Whether it has whole chunks computed with the query (`arranged`) and
             nothing else again.
+        moves_chunks: Whether stored chunks may have to stand elsewhere than behind the prefix.
         chooses_tokens: Whether it chooses single tokens, which recurrent layers do not compute
             again.
         adjacent_query: Whether the query stands right behind the highest position of a chunk
@@ -121,6 +122,7 @@ class ReusePolicy(NamedArguments, ABC):
     positions: PositionScheme = "reordered"
     joint: ClassVar[bool] = False
     computes_chunks: ClassVar[bool] = False
+    moves_chunks: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = False
     adjacent_query: bool = False
     needs_scorer: bool = False

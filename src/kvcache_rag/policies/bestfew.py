@@ -47,6 +47,7 @@ class BestFew(ReusePolicy):
     name: ClassVar[str] = "bestfew"
     _forms = (Form("bestfew[:COUNT]", lambda words: BestFew(*words.numbers(int))),)
     computes_chunks: ClassVar[bool] = True
+    moves_chunks: ClassVar[bool] = False
     count: int | None = None
 
     def __post_init__(self) -> None:

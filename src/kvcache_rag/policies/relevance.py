@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _SATURATION, _LENGTH = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza 2009, 3.1)."""
 _UNSCORED: Final = 0.25
 """How much the order of chunks without scores weighs; it may be anything, or best first."""
+_EQUAL: Final = 1e-9
+"""Values whose standard deviation is this part of the largest one differ by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class _Words:
     weights: dict[str, float]
     counts: tuple[Counter[str], ...]
     lengths: tuple[int, ...]
-    known: float = field(default=0.0)
+    known: float
 
     @classmethod
     def of(cls, question: str, texts: Sequence[str]) -> _Words:
@@ -123,18 +125,21 @@ class _Words:
 
 def _standardised(values: Sequence[float]) -> list[float]:
     """Mean 0 and standard deviation 1; of equal values, zeros."""
-    mean = math.fsum(values) / max(1, len(values))
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in values) / max(1, len(values)))
-    if deviation <= 1e-9 * max(map(abs, values), default=0.0):
+    largest = max(map(abs, values), default=0.0)
+    # Of values up to 1 no square is too large or too small for a float.
+    scaled = [one / largest for one in values] if largest else [0.0] * len(values)
+    mean = math.fsum(scaled) / max(1, len(scaled))
+    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in scaled) / max(1, len(scaled)))
+    if deviation <= _EQUAL:
         return [0.0] * len(values)
-    return [(one - mean) / deviation for one in values]
+    return [(one - mean) / deviation for one in scaled]
 
 
 def _terms(text: str) -> list[str]:
-    terms = []
+    terms: list[str] = []
     for word in _WORD.findall(text.casefold()):
         if _IS_UNSPACED.match(word) and len(word) > 1:
-            terms += ["".join(pair) for pair in pairwise(word)]
+            terms += map(add, word, word[1:])  # pairs of neighbours
         else:
             terms.append(word[:_STEM])
     return terms

@@ -61,16 +61,17 @@ class BuildSettings(LocalSettings):
 
         Raises:
             InvalidInputError: If it cannot be loaded.
-            UnsupportedModelError: If its chunks cannot be stitched, so that no question would
-                find them.
+            UnsupportedModelError: If no question would find its chunks (`Engine.why_useless`).
         """
         from kvcache_rag.stores import MemoryStore
 
         engine = self.open_engine(
             self.open_store(), MemoryStore(0), namespace=self.namespace, **loaded
         )
-        if engine.refusal:
-            raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
+        if engine.why_useless:
+            raise UnsupportedModelError(
+                f"{engine.why_useless}, and stored chunks would be of no use"
+            )
         return engine
 
     def check_store(self) -> None:

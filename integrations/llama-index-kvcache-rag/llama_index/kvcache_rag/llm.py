@@ -267,7 +267,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         if self.is_settings:
             return (scorer,)
         engine = self.engine
-        is_known = not (engine.refusal or is_remote(engine))
+        is_known = not (is_remote(engine) or engine.why_useless)
         return (scorer, engine.spec if is_known else None, engine.namespace)
 
     @property
