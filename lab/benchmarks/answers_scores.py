@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COMPARED: Final = (
     "full",
     "reuse",
+    "bestfew",
     "bestlast:0",
     "bestlast",
     "prophetkv:0.2",
