@@ -35,6 +35,21 @@ def test_an_answer_is_that_under_the_block_mask(
         assert apart(answer, engine.full(asked)) > 100 * TOLERANCE
 
 
+def test_one_chunk_behind_the_prefix_is_exact_whatever_follows(engine: SmallEngine) -> None:
+    """What `BestFew` asks: the best chunk comes from the store, further ones with the question."""
+    case = random_case(20)
+    engine.keep(case)
+    engine.forget()
+    best, *others = case.chunks
+    for place, other in enumerate(others):  # from the store, then from vLLM's pages
+        asked = replace(case, chunks=(best,), query=(*other, *case.query))
+        answer = engine.ask(asked)
+        assert apart(answer, engine.full(asked)) < TOLERANCE
+        assert reused(answer) == len(case.prefix) + len(best)
+        found = answer.num_cached_tokens if place else 0
+        assert found >= place * (len(case.prefix) + len(best)) // BLOCK * BLOCK
+
+
 def test_plain_and_stitched_never_meet(engine: SmallEngine) -> None:
     """Before and after each other, and in one batch; also for who sends a salt of its own."""
     case = random_case(2)

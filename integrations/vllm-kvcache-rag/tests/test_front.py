@@ -12,8 +12,9 @@ import httpx
 import pytest
 from zoo import byte_tokenizer
 
-from kvcache_rag import BestLast, CacheBlend, FullRecompute, Reuse
+from kvcache_rag import BestFew, BestLast, CacheBlend, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.models.pretrained import is_trained
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.template import PromptTemplate
 from kvcache_rag.verdict import Gate, Identity, PolicyScore, Verdict
@@ -28,8 +29,9 @@ from kvcache_rag_server.backend import (
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.http import LostError
 from kvcache_rag_server.settings import ServerSettings
+from vllm_kvcache_rag.front import launch
 from vllm_kvcache_rag.front.backend import VLLMBackend
-from vllm_kvcache_rag.front.client import EngineClient
+from vllm_kvcache_rag.front.client import EngineClient, EngineDescription
 from vllm_kvcache_rag.front.prompts import Prompts
 from vllm_kvcache_rag.front.routing import Routing, home_of
 from vllm_kvcache_rag.transfer.grants import GrantKey
@@ -37,6 +39,7 @@ from vllm_kvcache_rag.transfer.params import FIELD, TransferParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 KEY = GrantKey(b"0123456789abcdef0123456789abcdef")
 TEMPLATE = PromptTemplate(system="Answer by the text.")
@@ -142,7 +145,7 @@ def backend_of(*engines: FakeEngine, **options: Any) -> VLLMBackend:
         for place, engine in enumerate(engines)
     ]
     prompts = Prompts(byte_tokenizer(), TEMPLATE, options.pop("window", 4096))
-    return VLLMBackend(clients, prompts, KEY, model="m", **options)
+    return VLLMBackend(clients, prompts, KEY, model="m", **{"policy": Reuse(), **options})
 
 
 def request(name: str = "r", **changes: Any) -> BackendRequest:
@@ -241,9 +244,53 @@ def verdict_on(identity: Identity, kept: float) -> Verdict:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "name"), [(None, "reuse"), (FullRecompute(), "full")])
-async def test_servers_reuse_unless_they_are_told_otherwise(policy: Any, name: str) -> None:
+@pytest.mark.parametrize(("policy", "name"), [(None, "bestfew"), (FullRecompute(), "full")])
+async def test_servers_do_as_their_model_wants_unless_they_are_told_otherwise(
+    policy: Any, name: str
+) -> None:
     assert (await backend_of(FakeEngine(), policy=policy).own_policy()).name == name
+
+
+def test_what_a_model_was_trained_for_is_told_without_its_weights(tmp_path: Path) -> None:
+    for name, config, expected in (
+        ("plain", {"model_type": "llama"}, False),
+        ("blocks", {"model_type": "llama", "kvcache_rag": {"trained_for": "blocks"}}, True),
+        ("Tulu3-Block-FT", {"model_type": "llama"}, True),
+        ("tokenizer", None, False),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert is_trained(str(folder), {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "name"),
+    [(False, "", "bestfew"), (True, "", "reuse"), (False, "full", "full")],
+)
+async def test_the_default_is_that_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool, given: str, name: str
+) -> None:
+    async def described(_: object) -> EngineDescription:
+        return EngineDescription("m", 4096, "0.32.0")
+
+    monkeypatch.setattr(launch, "load_tokenizer", lambda *_: byte_tokenizer())
+    monkeypatch.setattr(launch, "_described", described)
+    monkeypatch.setattr(launch, "is_trained", lambda *_: trained)
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef\n", encoding="utf-8")
+    key.chmod(0o600)
+    settings = ServerSettings(
+        model=str(tmp_path),
+        backend="vllm",
+        base_url=("http://a",),
+        backend_key=str(key),
+        policy=given,
+    )
+    backend = await asyncio.to_thread(launch.vllm_backend, settings)
+    assert (await backend.own_policy()).name == name
+    await backend.close()
 
 
 async def test_servers_say_what_a_verdict_is_about() -> None:
@@ -332,6 +379,79 @@ async def test_scores_change_nothing_of_a_prompt() -> None:
     await backend.close()
 
 
+async def test_the_best_chunk_comes_first_and_is_all_that_is_stored() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine, policy=None)
+    asked = request(question="What is frequent?", scores=(0.2, 0.1, 0.9))
+    for number, misses in enumerate((1, 0)):
+        cost = (await events_of(backend, asked))[-1].answer.metrics
+        assert (cost.policy, cost.answered_from) == ("BestFew(count=None)", (2,))
+        assert (cost.unused_chunks, cost.misses) == (2, misses)
+        await settled(backend)
+        body = engine.asked("reuse")[number]
+        ids = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize(asked.question, TEXTS[2:], [])
+        assert body["prompt"] == list(ids.all)
+        assert body["kv_transfer_params"][FIELD]["chunks"] == [len(ids.chunks[0])]
+    assert (cost.reused_tokens, cost.fresh_tokens) == (len(ids.chunks[0]), 0)
+    assert len(engine.stored) == 1
+    await backend.close()
+
+
+async def test_further_chunks_of_the_few_stand_with_the_question() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine, policy=None)
+    work = request(policy=BestFew(2), scores=(0.2, 0.9, 0.8), question="What?")
+    await events_of(backend, work)
+    await settled(backend)
+    cost = (await events_of(backend, work))[-1].answer.metrics
+    first, second = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize("?", TEXTS[1:], []).chunks
+    assert (cost.answered_from, cost.unused_chunks) == ((1, 2), 1)
+    assert (cost.reused_tokens, cost.fresh_tokens, cost.misses) == (len(first), len(second), 0)
+    assert cost.prompt_tokens == len(engine.bodies[-1]["prompt"])
+    # The same chunk first with another behind it: what is stored is reused.
+    other = (await events_of(backend, request(scores=(0.8, 0.9, 0.1), policy=BestFew(2))))[-1]
+    assert (other.answer.metrics.answered_from, other.answer.metrics.misses) == ((1, 0), 0)
+    last = request(scores=(0.1, 0.9, 0.8), policy=BestLast(0.2))
+    cost = (await events_of(backend, last))[-1].answer.metrics
+    assert (cost.policy, cost.answered_from) == (repr(BestLast(0.2)), (0, 2, 1))
+    assert (cost.fresh_tokens, cost.misses) == (len(first), 2)
+    await backend.close()
+
+
+async def test_a_server_that_stores_nothing_answers_from_the_few_as_well() -> None:
+    engine = FakeEngine(law="it has no connector")
+    backend = backend_of(engine, policy=None)
+    work = request(question="What is frequent?")
+    cost = (await events_of(backend, work))[-1].answer.metrics
+    assert (cost.policy, cost.answered_from) == ("BestFew(count=None)", (2,))
+    assert (cost.reused_tokens, cost.misses) == (0, 1)
+    (body,) = engine.asked("plain")
+    ids = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize(work.question, TEXTS[2:], [])
+    assert body["prompt"] == list(ids.all), "its own prefix cache finds the beginning"
+    await backend.close()
+
+
+async def test_what_a_gate_refuses_is_answered_from_all_chunks() -> None:
+    identity = await backend_of(FakeEngine()).identity()
+    engine = FakeEngine()
+    backend = backend_of(engine, policy=None, gate=Gate(verdict_on(identity, 0.99)))
+    cost = (await events_of(backend, request()))[-1].answer.metrics
+    assert "does not cover" in cost.gate
+    assert (cost.policy, cost.answered_from) == ("FullRecompute()", (0, 1, 2))
+    (body,) = engine.asked("plain")
+    ids = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize("When?", TEXTS, [])
+    assert body["prompt"] == list(ids.all)
+    await backend.close()
+
+
+async def test_a_prompt_is_counted_as_it_is_asked() -> None:
+    backend = backend_of(FakeEngine(), policy=None)
+    few = await backend.count(request(question="What is frequent?"))
+    ids = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize("What is frequent?", TEXTS[2:], [])
+    assert few == len(ids.all)
+    assert await backend.count(request(policy=Reuse())) > few
+
+
 async def test_streams_begin_with_their_first_text_and_end_with_the_whole() -> None:
     backend = backend_of(FakeEngine())
     started, *pieces, finished = await events_of(backend, request(streaming=True))
@@ -417,7 +537,7 @@ async def test_what_a_server_refuses_is_told() -> None:
     ("changes", "words"),
     [
         ({"policy": CacheBlend(0.2)}, "recomputes tokens, which vLLM does not"),
-        ({"policy": BestLast()}, "ask for reuse, composite or full"),
+        ({"policy": LegoLink(4)}, "ask for bestfew, reuse, composite or full"),
         ({"options": {"repetition_penalty": 1.1}}, "vLLM is not told repetition_penalty"),
         ({"max_new_tokens": 5000}, "context window is 4096"),
         ({"chunks": ("x" * 300_000,)}, "context window"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
@@ -18,6 +20,7 @@ from kvcache_rag.models.adapters import (
     base_of,
     is_adapter,
     merged,
+    trained_for_blocks,
     with_adapter,
 )
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
@@ -274,6 +277,22 @@ def brought_template(
     if found is None and is_adapter(folder):
         return brought_template(base_of(folder), NO_ADAPTER)
     return found or template_of_model(place)
+
+
+def is_trained(name: str, options: dict[str, Any]) -> bool:
+    """Whether a model was trained for blocks, as its config or its name says, without its weights.
+
+    Args:
+        name: Of the model.
+        options: Of the hub, such as `revision`.
+    """
+    place = resolve(name)
+    config: Any = SimpleNamespace(_name_or_path=place)
+    with suppress(OSError, ValueError):  # there may be no more than a tokenizer
+        config = transformers.AutoConfig.from_pretrained(
+            place, **{**options, **reached(place, options)}
+        )
+    return trained_for_blocks(SimpleNamespace(config=config))
 
 
 def own_dtype(name: str) -> torch.dtype:

@@ -17,7 +17,8 @@ from kvcache_rag.generation.gate import policy_key
 from kvcache_rag.generation.stream import in_thread
 from kvcache_rag.kv.chunk import digest, packed_ids
 from kvcache_rag.metrics import Answer, Metrics
-from kvcache_rag.policies import FullRecompute, Reuse
+from kvcache_rag.policies import FullRecompute
+from kvcache_rag.policies.default import default_policy
 from kvcache_rag.policies.named import name_of
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.backend import (
@@ -164,14 +165,15 @@ class VLLMBackend:
             key: Says for which tenant a request is; the engines have it, too.
             model: Its name there.
             name: Under which clients ask for it; "" for `model`.
-            policy: Of requests that name none.
+            policy: Of requests that name none; None for that of models that nobody trained.
             gate: Of a verdict on these very servers; None to trust every policy.
             max_running: Requests that each server answers at a time.
             max_waiting: Requests that wait for one; one more is refused.
         """
         self._engines = {engine.url: engine for engine in engines}
         self._prompts, self._key, self._model = prompts, key, model
-        self._name, self._policy = name or model, policy
+        self._name = name or model
+        self._policy = policy or default_policy(trained=False)
         self._gate = gate
         self._verdict = None if gate is None else gate.loaded()
         self._max_running, self._max_waiting = max_running, max_waiting
@@ -283,12 +285,13 @@ class VLLMBackend:
         self, engine: EngineClient, work: BackendRequest, written: WrittenPrompt, course: _Course
     ) -> AsyncGenerator[Event, None]:
         """The answer of one server."""
-        if written.params is not None and await self._law(engine):
-            written = replace(written, params=None)
-        if written.params is not None:
-            course.gate = self._objection(engine, Reuse(written.params.positions))
+        if not written.policy.is_full and await self._law(engine):
+            written = written.unstitched
+        if not written.policy.is_full:
+            course.gate = self._objection(engine, written.policy)
             if course.gate:
-                written = replace(written, params=None)
+                work = replace(work, policy=FullRecompute())
+                written = await in_thread(self._written, work)
         course.waited = time.perf_counter() - course.begun
         begun = Started(course.waited, replica=_place(engine.url))
         async for part in engine.stream(self._body(work, written), work.trace):
@@ -333,7 +336,7 @@ class VLLMBackend:
             "stream_options": {"include_usage": True},
             "cache_salt": self._key.salt(work.namespace),
         }
-        stop = [*work.stop, *(self._prompts.template.markers if written.chunks else ())]
+        stop = [*work.stop, *(self._prompts.template.markers if written.answered_from else ())]
         if stop:
             body["stop"] = stop
         for name in ("top_p", "top_k", "seed"):
@@ -355,22 +358,24 @@ class VLLMBackend:
     def _metrics(self, written: WrittenPrompt, course: _Course) -> Metrics:
         context = written.context - written.prefix
         loaded = min(course.cached or 0, written.context) - written.prefix
-        reused = max(0, loaded) if written.params is not None else 0
-        params = written.params
-        policy = FullRecompute() if params is None else Reuse(params.positions)
+        # What vLLM found of a full prefill's beginning is no chunk that was reused.
+        reused = 0 if written.policy.is_full else max(0, loaded)
         return Metrics(
             ttft=course.first - course.begun,
             total=time.perf_counter() - course.begun,
             prefix_tokens=written.prefix,
             reused_tokens=reused,
             prefilled_tokens=context - reused,
-            query_tokens=len(written.ids) - written.context,
+            fresh_tokens=written.fresh,
+            query_tokens=len(written.ids) - written.context - written.fresh,
             generated_tokens=course.generated,
             hits={"vllm": len(written.chunks)} if reused == context and reused else {},
             misses=0 if reused == context else len(written.chunks),
-            policy=repr(policy),
+            policy=repr(written.policy),
             gate=course.gate,
             rotation="copied" if reused else "",
+            unused_chunks=written.unused,
+            answered_from=written.answered_from,
         )
 
     # ------------------------------------------------------------------------------------- storing
@@ -538,7 +543,7 @@ class VLLMBackend:
     async def count(self, work: BackendRequest) -> int:
         """Tokens of the request's prompt; see `Backend.count`."""
         work = replace(work, max_new_tokens=0)
-        return len((await in_thread(self._written, work, work.chunks)).ids)
+        return len((await in_thread(self._written, work)).ids)
 
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """Nobody here knows."""
@@ -579,8 +584,7 @@ class VLLMBackend:
         return {self._name: self._prompts.context_window}
 
     async def own_policy(self) -> OwnPolicy:
-        # What is better for a model that was not trained for it, vLLM does not compute.
-        return OwnPolicy(name_of(self._policy or Reuse()))
+        return OwnPolicy(name_of(self._policy))
 
     async def drain(self) -> None:
         self._is_closed = True

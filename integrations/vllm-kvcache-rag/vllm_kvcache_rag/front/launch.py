@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, RemoteServerError
-from kvcache_rag.models.pretrained import brought_template, load_tokenizer
+from kvcache_rag.models.pretrained import brought_template, is_trained, load_tokenizer
 from kvcache_rag.policies import policy_by_name
+from kvcache_rag.policies.default import default_policy
 from kvcache_rag.verdict import Gate
 from vllm_kvcache_rag.front.backend import VLLMBackend
 from vllm_kvcache_rag.front.client import EngineClient, EngineDescription
@@ -39,13 +40,16 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     described = asyncio.run(_described(settings.base_url))
     window = min(settings.context_window or described.window, described.window)
     template = settings.prompt_template(brought_template(settings.model))
+    policy = policy_by_name(settings.policy) if settings.policy else None
+    if policy is None:
+        policy = default_policy(trained=is_trained(settings.model, options))
     return VLLMBackend(
         [EngineClient(url) for url in settings.base_url],
         Prompts(tokenizer, template, window),
         key,
         model=described.model,
         name=settings.name,
-        policy=policy_by_name(settings.policy) if settings.policy else None,
+        policy=policy,
         gate=None if settings.gate is None else Gate(settings.gate),
         max_waiting=settings.max_waiting,
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.gate import template_digest
-from kvcache_rag.policies import Reuse
+from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag.prompt.scores import ranking
 from kvcache_rag_server.worker import grounded, plain_prompt
 from vllm_kvcache_rag.transfer.params import TransferParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag_server.backend import BackendRequest
 
@@ -28,19 +29,33 @@ class WrittenPrompt:
     Attributes:
         ids: All of the prompt.
         prefix: How many of them stand before the chunks.
-        chunks: Ids of each chunk.
+        chunks: Ids of each chunk that may be stored.
         params: What is asked of the engine's connector; None where there is nothing to reuse.
+        fresh: Tokens of chunks behind those, which are computed with the question.
+        policy: Whose answer it is.
+        answered_from: Numbers of the chunks as they were given, in prompt order.
+        unused: Chunks that were left out.
     """
 
     ids: tuple[int, ...]
     prefix: int = 0
     chunks: tuple[tuple[int, ...], ...] = ()
     params: TransferParams | None = None
+    fresh: int = 0
+    policy: ReusePolicy = field(default_factory=FullRecompute)
+    answered_from: tuple[int, ...] = ()
+    unused: int = 0
 
     @property
     def context(self) -> int:
-        """Tokens of the prefix and the chunks."""
+        """Tokens of the prefix and the chunks that may be stored."""
         return self.prefix + sum(map(len, self.chunks))
+
+    @property
+    def unstitched(self) -> WrittenPrompt:
+        """The same for a server that stores nothing; one chunk behind the prefix is exact there."""
+        policy = self.policy if self.policy.computes_chunks else FullRecompute()
+        return replace(self, params=None, policy=policy)
 
 
 class Prompts:
@@ -78,11 +93,7 @@ class Prompts:
         if work.is_plain or work.is_chat:
             written = WrittenPrompt(self.tokenize_text(plain_prompt(self, work)))
         else:
-            question = grounded(self, work)[0]
-            renderer = self._renderer.in_namespace(work.namespace)
-            ids = renderer.tokenize(question, chunks, work.history)
-            params = _params(work.policy, len(ids.prefix), ids.chunks)
-            written = WrittenPrompt(ids.all, len(ids.prefix), ids.chunks, params)
+            written = self._grounded(work, chunks)
         whole = len(written.ids) + work.max_new_tokens
         if whole > self.context_window:
             raise ContextTooLongError(
@@ -91,6 +102,35 @@ class Prompts:
                 "documents"
             )
         return written
+
+    def _grounded(self, work: BackendRequest, chunks: Sequence[str]) -> WrittenPrompt:
+        """A question over the chunks that its policy answers from, in the order that it wants."""
+        policy = Reuse() if work.policy is None else work.policy
+        if not (isinstance(policy, Reuse) or policy.is_full or policy.computes_chunks):
+            raise InvalidInputError(
+                f"{policy!r} recomputes tokens, which vLLM does not; ask for bestfew, reuse, "
+                "composite or full"
+            )
+        question = grounded(self, work)[0]
+        order, kept = _arranged(policy, question, chunks, work.scores)
+        renderer = self._renderer.in_namespace(work.namespace)
+        ids = renderer.tokenize(question, [chunks[place] for place in order], work.history)
+        stored = ids.chunks[:kept]
+        if not chunks:
+            policy = FullRecompute()
+        params = None
+        if stored and not policy.is_full:
+            params = TransferParams(len(ids.prefix), tuple(map(len, stored)), policy.positions)
+        return WrittenPrompt(
+            ids.all,
+            len(ids.prefix),
+            stored,
+            params,
+            fresh=sum(map(len, ids.chunks[kept:])),
+            policy=policy,
+            answered_from=order,
+            unused=len(chunks) - len(order),
+        )
 
     @cached_property
     def template_digest(self) -> str:
@@ -114,14 +154,14 @@ class Prompts:
         return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
 
 
-def _params(
-    policy: ReusePolicy | None, prefix: int, chunks: Sequence[Sequence[int]]
-) -> TransferParams | None:
-    policy = Reuse() if policy is None else policy
-    if not isinstance(policy, Reuse) and not policy.is_full:
-        raise InvalidInputError(
-            f"{policy!r} recomputes tokens, which vLLM does not; ask for reuse, composite or full"
-        )
-    if policy.is_full or not chunks:
-        return None
-    return TransferParams(prefix, tuple(map(len, chunks)), policy.positions)
+def _arranged(
+    policy: ReusePolicy, question: str, chunks: Sequence[str], scores: Sequence[float] | None
+) -> tuple[tuple[int, ...], int]:
+    """Numbers of the chunks that are answered from, in prompt order, and how many may be stored."""
+    retrieved = Retrieved(question, tuple(chunks), scores)
+    chosen = policy.chosen(retrieved)
+    if chosen is None:
+        arranged = policy.arranged(ranking(scores, len(chunks)))
+        return arranged.order, len(arranged.brought)
+    arranged = policy.arranged(ranking(None, len(chosen)))
+    return tuple(chosen[place] for place in arranged.order), len(arranged.brought)
