@@ -29,16 +29,18 @@ names, numbers and years as they are written there. Do not add what you remember
 do not repeat the question. Write in full sentences, in the language of the question, and begin with
 the answer itself. A short answer is better than a long one, but leave out nothing that was asked
 for, in whatever words it was asked."""
-# About the first articles, of which every context has chunks; every second one takes two of them.
+# About the first articles, of which every context has chunks.  Of 16 chunks `BestFew` takes one, two
+# or three about as often as of the public sets' documents (39, 40 and 21 %), also for those that are
+# asked most, from the first on; of 4 it takes more.
 _ASKED: Final = (
     "Where was Ada Lovelace born, and who was her father?",
-    "Who was born earlier, Ada Lovelace or Ludwig van Beethoven?",
     "Why did Alexander Fleming name the substance penicillin?",
+    "Who was born earlier, Ada Lovelace or Ludwig van Beethoven?",
     "How many years lie between Fleming's Nobel Prize and the landing of Apollo 11?",
-    "On which rocket did Apollo 11 start, and when?",
-    "Did Ada Lovelace die before Alexander Fleming was born?",
-    "How much did the Philharmonic Society pay Beethoven for the symphony?",
     "In which city did both Ada Lovelace and Alexander Fleming spend years?",
+    "How much did the Philharmonic Society pay Beethoven for the symphony?",
+    "Did Ada Lovelace die before Alexander Fleming was born?",
+    "On which rocket did Apollo 11 start, and when?",
     "Which article did Ada Lovelace translate from French?",
     "Which came first, Note G or the first performance of the Ninth Symphony?",
     "Who was the first patient that was given penicillin?",
