@@ -29,9 +29,9 @@ names, numbers and years as they are written there. Do not add what you remember
 do not repeat the question. Write in full sentences, in the language of the question, and begin with
 the answer itself. A short answer is better than a long one, but leave out nothing that was asked
 for, in whatever words it was asked."""
-# About the first articles, of which every context has chunks.  Of 16 chunks `BestFew` takes one, two
-# or three about as often as of the public sets' documents (39, 40 and 21 %), also for those that are
-# asked most, from the first on; of 4 it takes more.
+# About the first articles, of which every context has chunks.  Of 16 chunks `BestFew` takes one,
+# two or three about as often as of the public sets' documents (39, 40 and 21 %), also for those
+# that are asked most, from the first on; of 4 it takes more.
 _ASKED: Final = (
     "Where was Ada Lovelace born, and who was her father?",
     "Why did Alexander Fleming name the substance penicillin?",
