@@ -20,7 +20,8 @@ every document alone (`benchmarks.pced`).
 `times` asks rows alone, policies in turns, on one thread, chunks from files: `--timed` of each set,
 and as many contexts of about 1,000 and 4,000 tokens.  These are paragraphs of `squad_corpus.jsonl`,
 each a chunk: the one that holds the answer to a question of `squad_queries.jsonl`, and those behind
-it in the file.
+it in the file, best first by the embedding.  `BestFew` answers from one to three of them, as a
+question wants, so times are told as means, too.
 """
 
 from __future__ import annotations
@@ -159,37 +160,50 @@ def in_first_half(name: str) -> bool:
 class Retriever:
     """Orders the documents of questions best first, and scores them."""
 
-    def __init__(self, work: Path, kind: str = EMBEDDING, documents: int | None = None) -> None:
+    def __init__(
+        self, work: Path | None, kind: str = EMBEDDING, documents: int | None = None
+    ) -> None:
         """Keep similarities in a folder, so that texts are embedded once.
 
         Args:
-            work: The folder.
+            work: The folder; None to keep nothing.
             kind: One of `RETRIEVERS`.
             documents: Of a row, where some are added.
         """
         self._kind = kind
         words = ["similarities", *([] if kind == EMBEDDING else [kind])]
-        self._file = work / f"{'-'.join([*words, *([str(documents)] if documents else [])])}.json"
+        name = f"{'-'.join([*words, *([str(documents)] if documents else [])])}.json"
+        self._file = None if work is None else work / name
         self._known: dict[str, list[float]] = {}
-        if self._file.is_file():
+        if self._file is not None and self._file.is_file():
             self._known = json.loads(self._file.read_text(encoding="utf-8"))
         self._model: Any = None
 
     def ranked(self, questions: Sequence[Question]) -> list[Question]:
         """The same questions, each with its documents best first."""
+        return [
+            self._sorted(question, scores)
+            for question, scores in zip(questions, self.scores(questions), strict=True)
+        ]
+
+    def scores(self, questions: Sequence[Question]) -> list[list[float]]:
+        """Of the documents of each question, in their order."""
         new = [question for question in questions if question.id not in self._known]
         if new:
             texts = list(dict.fromkeys(text for one in new for text in one.chunks))
             vectors = dict(zip(texts, self._embedded(texts), strict=True))
             for one, vector in zip(new, self._embedded([one.question for one in new]), strict=True):
                 self._known[one.id] = [float(vectors[text] @ vector) for text in one.chunks]
+            self._write()
+        return [self._known[question.id] for question in questions]
+
+    def _write(self) -> None:
+        if self._file is not None:
             aside = self._file.with_suffix(f".{os.getpid()}")  # shards may write at once
             aside.write_text(json.dumps(self._known), encoding="utf-8")
             aside.replace(self._file)
-        return [self._sorted(question) for question in questions]
 
-    def _sorted(self, question: Question) -> Question:
-        scores = self._known[question.id]
+    def _sorted(self, question: Question, scores: Sequence[float]) -> Question:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         return replace(
             question,
@@ -482,7 +496,7 @@ def _timed(options: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, T
     if (options.data / "squad_corpus.jsonl").is_file():
         task = next(iter(tasks.values()))
         for name, tokens in LENGTHS.items():
-            rows = contexts(options.data, engine, tokens, options.timed)
+            rows = retriever.ranked(contexts(options.data, engine, tokens, options.timed))
             yield name, replace(task, name=name, draw=partial(_drawn, rows))
 
 
@@ -501,8 +515,9 @@ def contexts(data: Path, engine: Engine, tokens: int, count: int) -> list[Questi
             if chunks and left < 0:
                 break
             chunks.append(paragraph["text"])
-        answers = tuple(row["answers"])
-        asked.append(Question(row["id"], row["question"], tuple(chunks), answers, relevant=(0,)))
+        # Its similarities are kept by this name, and those of a longer context are others.
+        name, answers = f"{row['id']} of {tokens}", tuple(row["answers"])
+        asked.append(Question(name, row["question"], tuple(chunks), answers, relevant=(0,)))
     return asked
 
 

@@ -16,7 +16,12 @@ from benchmarks.common import RAW, read, write
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.words import normalised
 from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, Record
-from kvcache_rag_lab.scoring.statistics import mean_interval, median_interval, paired_bootstrap
+from kvcache_rag_lab.scoring.statistics import (
+    mean_interval,
+    median_interval,
+    paired_bootstrap,
+    paired_ratio,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 COMPARED: Final = (
     "full",
+    "bestfew",
     "reuse",
     "bestfew",
     "bestlast:0",
@@ -339,6 +345,19 @@ def sooner(results: Results, names: Sequence[str], label: str) -> Interval | Non
     return median_interval([other / one for one, other in zip(mine, full, strict=True)])
 
 
+def mean_first_token(results: Results, names: Sequence[str], label: str) -> Interval | None:
+    """The same, the mean: of a policy that does more for some questions than for others."""
+    values = _ms(results, names, label)
+    return mean_interval(values) if values else None
+
+
+def sooner_on_average(results: Results, names: Sequence[str], label: str) -> Interval | None:
+    """Full prefill's mean time to the first token over a label's, of the same rows."""
+    names = [name for name in names if label in results.times.get(name, {}).get("ms", {})]
+    mine, full = _ms(results, names, label), _ms(results, names, FULL)
+    return paired_ratio(full, mine) if mine and len(mine) == len(full) else None
+
+
 def _ms(results: Results, names: Sequence[str], label: str) -> list[float]:
     return [
         value
@@ -386,6 +405,8 @@ def report_of(kept: Mapping[str, Any]) -> dict[str, Any]:
                     "policy": label,
                     "ms": _plain(first_token(one, [length], label)),
                     "sooner": _plain(sooner(one, [length], label)),
+                    "mean ms": _plain(mean_first_token(one, [length], label)),
+                    "mean, sooner": _plain(sooner_on_average(one, [length], label)),
                 }
                 for label in known["ms"]
             ]

@@ -21,7 +21,7 @@ it already:
 - `prefix`    the same chunks in the same order were asked before, with another question
 - `shift`     (llama.cpp) a new order, equal runs of the last prompt shifted (`--cache-reuse`)
 - `reorder`   the chunks are known, in another order
-- `best-...`  (ours) the same three by the default policy, `BestLast()`; the others by `Reuse()`
+- `few-...`   (ours) the same three by the default policy, `BestFew()`; the others by `Reuse()`
 - `full`      (ours) a full prefill, which nothing is kept of
 """
 
@@ -172,15 +172,15 @@ def _after(number: int, rounds: Rounds) -> int:
 
 def _round(number: int, rounds: Rounds) -> Iterator[tuple[str, int, int, int]]:
     """Kind, repeat, order and question of all that is asked in a round."""
-    yield from ((kind, 0, 0, number) for kind in ("best-cold", "cold"))
+    yield from ((kind, 0, 0, number) for kind in ("few-cold", "cold"))
     for repeat in range(rounds.repeats):
         question = rounds.full + repeat if repeat else _after(number, rounds)
-        yield from ((kind, repeat, 0, question) for kind in ("prefix", "best-prefix"))
+        yield from ((kind, repeat, 0, question) for kind in ("prefix", "few-prefix"))
     yield "shift", 0, 1 + number, number
     for repeat in range(rounds.repeats):
         order = rounds.full + number * rounds.repeats + repeat if repeat else 1 + number
         question = rounds.full + repeat if repeat else number
-        yield from ((kind, repeat, order, question) for kind in ("reorder", "best-reorder"))
+        yield from ((kind, repeat, order, question) for kind in ("reorder", "few-reorder"))
     yield "full", 0, 1 + number, number
 
 
@@ -188,16 +188,14 @@ def asks(side: str, kind: str) -> bool:
     """Whether a kind is asked of a side."""
     if kind == "shift":
         return side.startswith("llama")
-    if kind in ("full", "best-cold"):
+    if kind in ("full", "few-cold"):
         # Ours in llama.cpp computes as llama.cpp does, and as long.
         return side.startswith("ours") and side != "ours-llama"
-    return not kind.startswith("best-") or side.startswith("ours")
+    return not kind.startswith("few-") or side.startswith("ours")
 
 
 def is_cheap(side: str, kind: str) -> bool:
     """Whether a job of a side takes no prefill of the context, nor nearly one."""
-    if side == "ours-llama" and kind.startswith("best-"):
-        return False
     return (kind.endswith("prefix") and side != "kvboost") or (
         kind.endswith("reorder") and side.startswith("ours")
     )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 SETS: Final = {"squad": 100, "2wiki": 50, "nq": 50}
 """Rows of each set."""
-_OURS: Final = ("full", "reorder", "best-reorder")
+_OURS: Final = ("full", "reorder", "few-reorder")
 KINDS: Final = {
     **dict.fromkeys(("ours-auto", "ours-int8", "ours-int4", "ours-llama"), _OURS),
     "llama-BF16": ("shift",),
@@ -67,12 +67,12 @@ KNOWN: Final[dict[str, dict[str, tuple[tuple[str, str], ...]]]] = {
     "answers": {
         FULL: (("ours-auto", "full"),),
         "reuse": (("ours-auto", "reorder"),),
-        "bestlast": (("ours-auto", "best-reorder"),),
+        "bestfew": (("ours-auto", "few-reorder"),),
     },
     "llamacpp_answers": {
         FULL: (("ours-llama", "full"), ("llama-file", "cold")),
         "reuse": (("ours-llama", "reorder"),),
-        "bestlast": (("ours-llama", "best-reorder"),),
+        "bestfew": (("ours-llama", "few-reorder"),),
     },
 }
 
@@ -147,6 +147,7 @@ def prompt_of(renderer: PromptRenderer, asked: Asked) -> dict[str, Any]:
     other = renderer.tokenize(question, [texts[at] for at in order_of(len(texts), 1)], ())
     return {
         "texts": [*texts],
+        "scores": asked.question.scores or None,
         "question": question,
         "prefix": [*ids.prefix],
         "context": [*ids.context],

@@ -37,9 +37,9 @@ PAIRS: Final = (
 # A case, what ours is asked there, and what a peer is.
 CASES: Final = (
     ("new order, Reuse()", "reorder", ("reorder", "shift")),
-    ("new order, BestLast()", "best-reorder", ("reorder", "shift")),
+    ("new order, BestFew()", "few-reorder", ("reorder", "shift")),
     ("same beginning, Reuse()", "prefix", ("prefix",)),
-    ("same beginning, BestLast()", "best-prefix", ("prefix",)),
+    ("same beginning, BestFew()", "few-prefix", ("prefix",)),
     ("nothing known", "full", ("cold",)),
     ("nothing known, chunks kept", "cold", ("cold",)),
 )
@@ -78,11 +78,12 @@ class Row:
         samples: How often it was asked.
         first_p50: Seconds to the first token.
         first_p95: The same; with few samples nearly the longest.
+        first_mean: The same.
         step_p50: Seconds per further token, over all kinds of this side, threads and context.
         step_p95: The same.
         new: Tokens that were generated each time.
         total_p50: Seconds until the last of them.
-        ends: End-to-end seconds per number of generated tokens, from `first_p50` and `step_p50`.
+        ends: End-to-end seconds per number of generated tokens, from `first` and `step_p50`.
         reused: Tokens of the prompt that were not computed for it, the median.
         peak_mib: The largest resident set while it was asked.
         anon_mib: Of that, what is no file's, after it.
@@ -98,6 +99,7 @@ class Row:
     samples: int
     first_p50: float
     first_p95: float
+    first_mean: float
     step_p50: float
     step_p95: float
     new: int
@@ -108,6 +110,11 @@ class Row:
     anon_mib: float
     firsts: tuple[float, ...]
     agreement: Agreement | None
+
+    @property
+    def first(self) -> float:
+        """What is compared: the mean where a policy reads more documents for some questions."""
+        return compared(self.kind, self.first_p50, self.first_mean)
 
 
 @dataclass(frozen=True)
@@ -231,9 +238,10 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
         group = list(some)
         firsts = [one["ttft"] for one in group]
         own = steps[model, threads, context, side] or [0.0]
-        first, step = statistics.median(firsts), statistics.median(own)
+        middle, mean = statistics.median(firsts), statistics.fmean(firsts)
+        first, step = compared(kind, middle, mean), statistics.median(own)
         # An exact answer is not compared with itself.
-        compared = [
+        pairs = [
             (one["tokens"], exact.get(exact_key(one))) for one in group if not is_exact(side, kind)
         ]
         found.append(
@@ -244,8 +252,9 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
                 threads=threads,
                 context=context,
                 samples=len(group),
-                first_p50=first,
+                first_p50=middle,
                 first_p95=percentile95(firsts),
+                first_mean=mean,
                 step_p50=step,
                 step_p95=percentile95(own),
                 new=max(len(one["tokens"]) for one in group),
@@ -255,10 +264,15 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
                 peak_mib=max(one["peak_mib"] for one in group),
                 anon_mib=max(one["anon_mib"] for one in group),
                 firsts=tuple(round(value, _SAMPLE_DIGITS) for value in firsts),
-                agreement=agreement(compared),
+                agreement=agreement(pairs),
             )
         )
     return found
+
+
+def compared(kind: str, median: float, mean: float) -> float:
+    """Seconds of a kind of job that stand for it."""
+    return mean if kind.startswith("few-") else median
 
 
 def is_exact(side: str, kind: str) -> bool:
@@ -284,7 +298,7 @@ def crossovers(rows: Iterable[Row]) -> list[Crossover]:
 
 
 def _compared(case: str, own: Row, other: Row) -> Crossover:
-    lines = (own.first_p50, own.step_p50), (other.first_p50, other.step_p50)
+    lines = (own.first, own.step_p50), (other.first, other.step_p50)
     return Crossover(
         model=own.model,
         case=case,
@@ -293,7 +307,7 @@ def _compared(case: str, own: Row, other: Row) -> Crossover:
         kind=other.kind,
         threads=own.threads,
         context=own.context,
-        first_ratio=other.first_p50 / own.first_p50,
+        first_ratio=other.first / own.first,
         step_ratio=other.step_p50 / own.step_p50 if own.step_p50 else 0.0,
         peer_from=crossover(*lines[0], *lines[1]),
         ours_from=crossover(*lines[1], *lines[0]),
@@ -342,7 +356,7 @@ def ways(side: str) -> tuple[Way, ...]:
     if side.startswith("ours"):
         return (
             Way("Reuse()", "reorder", "cold", "prefix", (side, "reorder")),
-            Way("BestLast()", "best-reorder", "best-cold", "best-prefix", (side, "best-reorder")),
+            Way("BestFew()", "few-reorder", "few-cold", "few-prefix", (side, "few-reorder")),
             Way("full prefill", "", "full", "", (side, "full")),
         )
     if side == "kvboost":
@@ -372,7 +386,7 @@ def table_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
             if not answering:
                 continue
             cells = (
-                *(row and row.first_p50 for row in (new, cold, same)),
+                *(row and row.first for row in (new, cold, same)),
                 1000 * answering[0].step_p50,
                 max(row.peak_mib for row in answering),
             )
@@ -393,7 +407,7 @@ def better_peers(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for at in dict.fromkeys(map(place, table)):
         here = [line for line in table if place(line) == at]
         peers = [line for line in here if not line["side"].startswith("ours")]
-        for way in ("Reuse()", "BestLast()"):
+        for way in ("Reuse()", "BestFew()"):
             ours = [line for line in here if line["way"] == way]
             for measure in MEASURES:
                 own = [line for line in ours if line[measure] is not None]
@@ -450,7 +464,11 @@ def with_right(report: Mapping[str, Any], right: Right) -> dict[str, Any]:
     }
     table = []
     for line in report["table"]:
-        found = right.get((line["model"], *ways_of[line["side"], line["way"]]), {})
+        way = ways_of.get((line["side"], line["way"]))
+        if way is None:  # by a policy that is not asked any more
+            table.append(line)
+            continue
+        found = right.get((line["model"], *way), {})
         shares = found.get("right") and {name: 100 * one for name, one in found["right"].items()}
         table.append({**line, "right %": shares, "of rows": found.get("rows")})
     return {**report, "table": table}

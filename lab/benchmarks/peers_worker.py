@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from benchmarks.jobs import folder_bytes, result
-from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, Reuse
+from kvcache_rag import BestFew, DiskStore, Engine, FullRecompute, Reuse
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -93,22 +93,24 @@ class Ours:
             engine.add(texts)
         gc.collect()
         began = time.perf_counter()
-        answer = engine.generate(question, texts, policy=policy, max_new_tokens=job["new"])
+        answer = engine.generate(
+            question, texts, policy=policy, scores=job["scores"], max_new_tokens=job["new"]
+        )
         total, cost = time.perf_counter() - began, answer.metrics
         if state not in ("cold", "full") and cost.prefilled_tokens:
             raise RuntimeError("chunks were prefilled that should have been read")
         # The instruction's keys and values are in memory, unless everything is computed.
         reused = cost.reused_tokens + (cost.prefix_tokens if cost.rotation else 0)
         found = result(cost.ttft, total, answer.token_ids, reused)
-        return {**found, "rotation": cost.rotation}
+        return {**found, "rotation": cost.rotation, "read": len(cost.answered_from)}
 
 
 def asked_as(kind: str) -> tuple[ReusePolicy, str]:
     """The policy of a kind of job of ours, and the state of the cache that it wants."""
     if kind == "full":
         return FullRecompute(), kind
-    if kind.startswith("best-"):
-        return BestLast(), kind.removeprefix("best-")
+    if kind.startswith("few-"):
+        return BestFew(), kind.removeprefix("few-")
     return Reuse(), kind
 
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import peers
+from benchmarks.common import read, result_file
 from benchmarks.peers import LARGER_PLAN, PLAN, QUICK, SIDES, Model, Rounds, jobs, wanted
-from benchmarks.peers_prompts import fitted, order_of
+from benchmarks.peers_prompts import QUERY, fitted, material, order_of
 from benchmarks.peers_report import (
     agreement,
     better_peers,
@@ -39,6 +40,9 @@ from benchmarks.peers_servers import (
     error_in,
     flags_for,
 )
+from kvcache_rag import BestFew
+from kvcache_rag.models.pretrained import load_tokenizer
+from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,9 +67,9 @@ TIMES = {
         "reorder": 0.1,
         "cold": 2.1,
         "full": 2.0,
-        "best-prefix": 0.5,
-        "best-reorder": 0.5,
-        "best-cold": 2.5,
+        "few-prefix": 0.5,
+        "few-reorder": 0.5,
+        "few-cold": 2.5,
     },
     "llama-BF16": {"prefix": 0.05, "reorder": 4.0, "shift": 3.0, "cold": 4.0},
     "kvboost": {"prefix": 1.0, "cold": 3.0},
@@ -291,7 +295,7 @@ def test_the_report_says_who_ends_sooner_whoever_it_is() -> None:
     made = report()
     found = {(one["case"], one["peer"], one["kind"]): one for one in made["crossovers"]}
     assert found["new order, Reuse()", "llama-BF16", "shift"]["peer_from"] == 292
-    assert found["new order, BestLast()", "llama-BF16", "shift"]["first_ratio"] == 6.0
+    assert found["new order, BestFew()", "llama-BF16", "shift"]["first_ratio"] == 6.0
     assert found["same beginning, Reuse()", "llama-BF16", "prefix"]["peer_from"] == 1
     assert found["nothing known", "kvboost", "cold"]["peer_from"] is None
     assert made["failures"] == {"small kvboost reorder": "ValueError: not here"}
@@ -302,8 +306,8 @@ def test_the_report_says_who_ends_sooner_whoever_it_is() -> None:
 def test_the_table_has_a_line_for_each_way_of_using_a_side() -> None:
     answers = {("small", "ours-auto", "full"): {"right": {"value": 0.5}, "rows": 200}}
     lines = {(one["side"], one["way"]): one for one in with_right(report(), answers)["table"]}
-    assert lines["ours-auto", "BestLast()"]["new order s"] == 0.5
-    assert lines["ours-auto", "BestLast()"]["cold s"] == 2.5
+    assert lines["ours-auto", "BestFew()"]["new order s"] == 0.5
+    assert lines["ours-auto", "BestFew()"]["cold s"] == 2.5
     assert lines["llama-BF16", "--cache-reuse"]["new order s"] == 3.0
     assert lines["llama-BF16", "--cache-reuse"]["cold s"] is None
     assert lines["llama-BF16", ""]["further token ms"] == pytest.approx(10.0)
@@ -316,7 +320,7 @@ def test_the_table_has_a_line_for_each_way_of_using_a_side() -> None:
 def test_the_report_says_where_a_peer_is_better() -> None:
     found = {(one["measure"], one["ours"], one["peer"]) for one in better_peers(report()["table"])}
     assert ("same beginning s", "ours-auto Reuse()", "llama-BF16") in found
-    assert ("further token ms", "ours-auto BestLast()", "llama-BF16") in found
+    assert ("further token ms", "ours-auto BestFew()", "llama-BF16") in found
     assert not any(measure == "new order s" for measure, _, _ in found)
 
 
@@ -431,3 +435,39 @@ def test_vllm_finds_what_a_kind_wants_it_to_know(lmcache: VllmSide) -> None:
     assert [one for one, _ in prompts("prefix")] == [[1, 3, 2, 9]] * 2
     tags = [body["kv_transfer_params"]["lmcache.tag.salt"] for body in _Engine.asked]
     assert tags == [body["cache_salt"] for body in _Engine.asked]
+
+
+def test_questions_are_about_what_the_chunks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.peers_prompts.Retriever.scores",
+        lambda _, rows: [[float(place) for place in range(len(row.chunks))] for row in rows],
+    )
+    tokenizer = load_tokenizer("tiny", {})
+    asked = material(tokenizer, 1024)
+    assert len(asked.questions) == len({*asked.questions}) == 24
+    assert {len(ids) for ids in asked.queries} == {QUERY}
+    prompt = asked.prompt(1024, 2, 0)
+    assert prompt["scores"] == [float(asked.texts.index(text)) for text in prompt["texts"]]
+    read = [len(BestFew().chosen(Retrieved(question, asked.texts))) for question in asked.questions]
+    assert {1, 2} <= {*read} <= {1, 2, 3}, "some take one document, some more"
+
+
+def test_what_the_default_policy_costs_is_told_as_a_mean() -> None:
+    found = records(("ours-auto",))
+    few = [one for one in found if one["kind"] == "few-reorder"]
+    few[0]["ttft"] = 1.7  # one question took more documents
+    row = next(row for row in rows_of(found) if row.kind == "few-reorder")
+    assert (row.first_p50, row.first_mean) == (0.5, pytest.approx(0.8))
+    (line,) = [
+        line
+        for line in report_of({**FACTS, "flash": {}}, {}, found)["table"]
+        if line["way"] == "BestFew()"
+    ]
+    assert line["new order s"] == pytest.approx(0.8)
+
+
+def test_a_report_of_before_is_read_as_it_is() -> None:
+    old = read(result_file("peers"))
+    lines = {(one["model"], one["way"]) for one in old["table"]}
+    again = with_right(old, {})
+    assert {(one["model"], one["way"]) for one in again["table"]} == lines

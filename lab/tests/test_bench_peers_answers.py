@@ -93,7 +93,7 @@ def test_what_was_found_of_ours_is_not_asked_again(
     asked = [*map(Asked.of, QUESTIONS)]
     kept = KeptRows()
     kept.keep(asked[1], 1, "full", {"right": 1, "wrong_document": 0, "computed": 1})
-    kept.keep(asked[1], 1, "bestlast", {"right": 0, "computed": 0})
+    kept.keep(asked[1], 1, "bestfew", {"right": 0, "computed": 0})
     file = tmp_path / "llamacpp_answers.json"
     monkeypatch.setattr(peers_answers, "result_file", lambda name: tmp_path / f"{name}.json")
     for name, form in (("plain", ""), ("other", "word-user")):
@@ -105,7 +105,7 @@ def test_what_was_found_of_ours_is_not_asked_again(
     assert found == [
         ("ours-llama", "full", row, 1),
         ("llama-file", "cold", row, 1),
-        ("ours-llama", "best-reorder", row, 0),
+        ("ours-llama", "few-reorder", row, 0),
     ]
     assert not [*known("34", sets)], "of another file"
 

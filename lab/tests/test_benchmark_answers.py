@@ -22,6 +22,7 @@ from benchmarks.answers_scores import (
     scores,
     sizes,
     sooner,
+    sooner_on_average,
 )
 from benchmarks.common import RAW, read, result_file
 from kvcache_rag import Engine, InvalidInputError
@@ -343,6 +344,46 @@ def test_right_answers_are_told_apart_by_the_retrievers_best(run: Any) -> None:
     run("--policies", "full")
     hits = run("--collect").sets["squad"].column("full", "hit")
     assert hits == [1.0] * len(hits), "the words of a question are those of its document"
+
+
+def test_times_are_told_as_medians_and_as_means() -> None:
+    results = measured()
+    # One row costs much: the median hides it, the mean does not.
+    ms = {"full": [900.0, 1000.0, 1100.0], "bestfew": [100.0, 100.0, 550.0]}
+    results.times["1k"]["ms"] = ms
+    assert sooner(results, ["1k"], "bestfew").value == 9  # type: ignore[union-attr]  # it was timed
+    assert sooner_on_average(results, ["1k"], "bestfew").value == 4  # type: ignore[union-attr]
+    assert sooner_on_average(results, ["4k"], "bestfew") is None
+    (row,) = [
+        row
+        for row in report_of({"tiny": vars(replace(results, sets={}))})["first tokens"]
+        if (row["length"], row["policy"]) == ("1k", "bestfew")
+    ]
+    assert (row["ms"]["value"], row["mean ms"]["value"]) == (100, 250)
+    assert (row["sooner"]["value"], row["mean, sooner"]["value"]) == (9, 4)
+
+
+def test_contexts_of_a_length_are_ranked_like_other_rows(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    timed = answers.Asker.times
+
+    def look(asker: Any, task: Any, cells: Any, items: Sequence[Asked]) -> Any:
+        seen.append((task.name, [item.question.scores for item in items]))
+        return timed(asker, task, cells, items)
+
+    monkeypatch.setattr(answers.Asker, "times", look)
+    monkeypatch.setattr(
+        answers.Retriever,
+        "_embedded",
+        lambda _, texts: np.array([[float(sum(map(ord, text)))] for text in texts]),
+    )
+    run("--part", "times", "--timed", "2", "--policies", "full", "bestfew", "--sets", "squad")
+    assert [name for name, _ in seen] == ["squad", "1k", "4k"]
+    for _, rows in seen:
+        assert all(list(scores) == sorted(scores, reverse=True) for scores in rows)
+    assert len(set(seen[1][1][0])) > 1, "they are not in the order of the file"
 
 
 def test_tables_are_computed_from_what_is_kept(tmp_path: Path) -> None:
