@@ -14,6 +14,7 @@ from torch import Tensor
 from zoo import byte_tokenizer
 
 from kvcache_rag import (
+    BestFew,
     BestLast,
     CacheClip,
     Engine,
@@ -114,6 +115,7 @@ class FixedScorer:
 POLICIES: Final[list[ReusePolicy]] = [
     Reuse(),
     BestLast(),
+    BestFew(2),
     LegoLink(4),
     CacheClip(FixedScorer(), ratio=0.4),
     FullRecompute(),

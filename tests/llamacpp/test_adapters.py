@@ -12,7 +12,7 @@ from laws import QUESTION, TEXTS, error
 from llamacpp.asking import opened, rounding
 from safetensors.torch import load_file, save_file
 
-from kvcache_rag import BestLast, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag import BestFew, FullRecompute, InvalidInputError, Reuse
 from kvcache_rag.models.adapters import CONFIG, WEIGHTS, write_training
 from kvcache_rag.models.pretrained import load
 
@@ -89,7 +89,7 @@ def test_one_that_was_trained_for_blocks_makes_reuse_the_default(
 ) -> None:
     path = files("llama")
     folder = write_adapter(path, tmp_path / "adapter")
-    assert opened(path, adapter=folder).policy == BestLast()
+    assert opened(path, adapter=folder).policy == BestFew()
     write_training(folder)
     assert opened(path, adapter=folder).policy == Reuse()
 

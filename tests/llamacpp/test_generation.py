@@ -15,6 +15,7 @@ from llamacpp.asking import FixedScorer, opened
 from llamacpp.ggufs import FAMILIES, ORIGINAL
 
 from kvcache_rag import (
+    BestFew,
     BestLast,
     CacheClip,
     Combination,
@@ -43,8 +44,8 @@ ASKED: list[tuple[str, list[str]]] = [
     ("y", []),
 ]
 POLICIES = [
-    Reuse(), BestLast(), LegoLink(5), CacheClip(FixedScorer(), ratio=0.4), FullRecompute(),
-    Combination(),
+    Reuse(), BestLast(), BestFew(1), BestFew(2), LegoLink(5), FullRecompute(), Combination(),
+    CacheClip(FixedScorer(), ratio=0.4),
 ]  # fmt: skip
 
 

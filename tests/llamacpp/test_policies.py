@@ -24,7 +24,16 @@ from llamacpp.asking import (
 from llamacpp.ggufs import FAMILIES, LENGTH, WINDOW
 from torch import Tensor
 
-from kvcache_rag import BestLast, CacheClip, Combination, Engine, FullRecompute, LegoLink, Reuse
+from kvcache_rag import (
+    BestFew,
+    BestLast,
+    CacheClip,
+    Combination,
+    Engine,
+    FullRecompute,
+    LegoLink,
+    Reuse,
+)
 from kvcache_rag.generation import cells
 
 if TYPE_CHECKING:
@@ -136,6 +145,32 @@ def test_the_best_chunk_is_computed_with_the_question(
     assert errors[0] < rounding(family) < errors[1] / 10
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_best_few_are_a_full_prefill_of_them(
+    engine: Engine, family: str, files: Files, own: Decoder, count: int
+) -> None:
+    """Law: `BestFew` = llama.cpp's own prefill of the best chunks, best first, and of no others.
+
+    Twice, as the first chunk is computed at first and comes from the store then.
+    """
+    ids = ids_of(engine, TEXTS[:count])
+    expected = own(files(family)).full(ids.all, len(ids.query))
+    for _ in range(2):
+        found = engine.logits(QUESTION, TEXTS, policy=BestFew(count))
+        assert found.shape == expected.shape
+        assert error(found, expected) < rounding(family)
+    metrics = engine.generate(QUESTION, TEXTS, policy=BestFew(count), max_new_tokens=1).metrics
+    assert metrics.reused_tokens == len(ids.chunks[0])
+    assert metrics.fresh_tokens == sum(map(len, ids.chunks[1:]))
+    assert metrics.recomputed_tokens == metrics.prefilled_tokens == 0
+    assert metrics.answered_from == tuple(range(count))
+    # The law can fail: one chunk less, and another one first.
+    for texts in (TEXTS[: count - 1], [*TEXTS[1:count], TEXTS[0]] if count > 1 else TEXTS[1:2]):
+        wrong = ids_of(engine, texts)
+        other = own(files(family)).full(wrong.all, len(wrong.query))
+        assert error(other, expected) > 10 * rounding(family)
+
+
 def test_a_combination_is_one_chunk(
     engine: Engine, family: str, files: Files, own: Decoder
 ) -> None:
@@ -173,8 +208,8 @@ def both(
 
 @pytest.mark.parametrize(
     "policy",
-    [FullRecompute(), Reuse(), BestLast(), Combination(), *CHOOSING.values()],
-    ids=["full", "reuse", "bestlast", "combination", *CHOOSING],
+    [FullRecompute(), Reuse(), BestLast(), BestFew(2), Combination(), *CHOOSING.values()],
+    ids=["full", "reuse", "bestlast", "bestfew", "combination", *CHOOSING],
 )
 def test_policies_are_those_of_transformers(
     both: tuple[Engine, Engine], policy: ReusePolicy

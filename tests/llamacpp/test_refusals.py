@@ -19,6 +19,7 @@ from zoo import byte_tokenizer
 
 from kvcache_rag import (
     Ape,
+    BestFew,
     BestLast,
     CacheBlend,
     CacheClip,
@@ -32,6 +33,7 @@ from kvcache_rag import (
 )
 from kvcache_rag.errors import ContextTooLongError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.models.llamacpp import binding
+from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,15 +65,19 @@ def is_a_sentence(error: BaseException) -> bool:
 def test_models_that_cannot_be_stitched_answer_by_full_prefill(
     files: Files, own: Decoder, name: str, words: str
 ) -> None:
-    """Law: their answers are those of a full prefill, with one warning; chunks are refused."""
+    """Law: their answers are those of a full prefill of the best few chunks, with one warning.
+
+    Chunks are refused.
+    """
     engine = opened(files(name))
+    few = [TEXTS[at] for at in BestFew().chosen(Retrieved(QUESTION, tuple(TEXTS)))]
     with pytest.warns(UserWarning, match=rf"^{words}.*; it answers by full prefill"):
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids == answer.token_ids
     if name == "lfm2":  # the reference cannot say several positions
-        said, _ = own(files(name)).answer([], [], [*ids_of(engine).all], 5)
+        said, _ = own(files(name)).answer([], [], [*ids_of(engine, few).all], 5)
         assert [*answer.token_ids] == said
     for call in (
         lambda: engine.generate(QUESTION, TEXTS, policy=Reuse()),
@@ -81,19 +87,25 @@ def test_models_that_cannot_be_stitched_answer_by_full_prefill(
             call()
         assert is_a_sentence(caught.value)
     batch = engine.generate_batch(
-        [(QUESTION, TEXTS), ("x", TEXTS[:1])], policy=FullRecompute(), max_new_tokens=5
+        [(QUESTION, few), ("x", TEXTS[:1])], policy=FullRecompute(), max_new_tokens=5
     )
     assert batch[0].token_ids == answer.token_ids
 
 
 def test_keys_that_cannot_be_moved_stay_where_they_are(files: Files, own: Decoder) -> None:
-    """Law: with learned positions one chunk is reused in its place, and several are refused."""
+    """Law: with learned positions one chunk is reused in its place, and several are refused.
+
+    Of the best few one alone is reused, so that they are answered from without a word.
+    """
     engine, alone = opened(files("mpt learned")), own(files("mpt learned"))
     assert "learned absolute positions" in engine.refusal
-    with pytest.warns(UserWarning, match=r"learned absolute.*; it answers by full prefill"):
-        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
-    said, _ = alone.answer([], [], [*ids_of(engine).all], 5)
-    assert [*answer.token_ids] == said
+    for count in (1, 2):
+        few = engine.generate(QUESTION, TEXTS, policy=BestFew(count), max_new_tokens=5)
+        said, _ = alone.answer([], [], [*ids_of(engine, TEXTS[:count]).all], 5)
+        assert [*few.token_ids] == said
+    assert few.metrics.reused_tokens > 0
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.policy == repr(BestFew())
+    engine.delete(engine.add(TEXTS))
     ids = ids_of(engine, TEXTS[:1])
     for misses in (1, 0):
         one = engine.generate(QUESTION, TEXTS[:1], policy=Reuse(), max_new_tokens=5)

@@ -14,11 +14,12 @@ from llamacpp.asking import ids_of, opened
 from llamacpp.ggufs import FAMILIES, WINDOW
 from llamacpp.own import TYPES
 
-from kvcache_rag import FullRecompute, LegoLink, Reuse
+from kvcache_rag import BestFew, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.llamacpp.binding import LlamaCpp, LlamaCppError
 from kvcache_rag.models.llamacpp.state import MAGIC, StateForm, form_of
 from kvcache_rag.models.rotation import Move
+from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,7 +208,7 @@ def _cells(state: bytearray) -> int:
 def test_a_llama_cpp_that_writes_another_form_is_refused_when_it_is_loaded(
     files: Files, own: Decoder, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: then no state is handed to it, and prompts are answered by full prefill."""
+    """Law: then no state is handed to it, and the best few are answered by full prefill."""
     real, handed = LlamaCpp.state, list[int]()
     monkeypatch.setattr(
         LlamaCpp, "state", lambda self, sequence: CHANGED[changed](real(self, sequence))
@@ -218,8 +219,8 @@ def test_a_llama_cpp_that_writes_another_form_is_refused_when_it_is_loaded(
     assert "llama.cpp" in engine.refusal
     with pytest.warns(UserWarning, match="answers by full prefill"):
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    ids = ids_of(engine)
-    said, _ = own(files("llama")).answer([], [], [*ids.all], 4)
+    few = [TEXTS[at] for at in BestFew().chosen(Retrieved(QUESTION, tuple(TEXTS)))]
+    said, _ = own(files("llama")).answer([], [], [*ids_of(engine, few).all], 4)
     assert [*answer.token_ids] == said
     with pytest.raises(UnsupportedModelError, match=r"use FullRecompute\(\)"):
         engine.generate(QUESTION, TEXTS, policy=Reuse())
