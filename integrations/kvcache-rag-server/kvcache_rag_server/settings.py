@@ -77,7 +77,7 @@ class ServerSettings(LocalSettings, RequestLimits):
     """Name of the model in requests; without it that of the model itself."""
     policy: str = ""
     """What is reused for requests that name no policy, such as cacheblend:0.2; without it reuse on
-    a model that was trained for cached chunks, else bestlast."""
+    a model that was trained for cached chunks, else bestfew."""
     memory_bytes: ByteLimit = 1 << 30
     """Limit of the memory before the folder, such as 4GB."""
     backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more

@@ -65,6 +65,12 @@ def block_score(block: dict[str, Any]) -> Any:
     return extras.get(SCORE) if isinstance(extras, dict) else None
 
 
+def block_id(block: dict[str, Any]) -> str | None:
+    """The id of the document that a block is of, None where it has none."""
+    own = block.get("id")
+    return own if isinstance(own, str) and own != _text_id(block["text"]) else None
+
+
 def _text_id(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"kv:sha256:{digest[:32]}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation import AnswerStream, StoredChunk
     from kvcache_rag.integration import AnswerReader, ConversationForm, References
     from langchain_kvcache_rag.chat_model import ChatKVCache
+    from langchain_kvcache_rag.messages import GivenDocument
 
 _FROM_MESSAGES: Final = ("chunks", "history", "prefix_mismatch", "cancelled")
 _FOR_CHUNKS: Final = ("overflow", "policy", "scores")
@@ -64,6 +65,11 @@ class Call:
                 return "plain"
             return "rearranged" if self.asked.prefix_mismatch else "reused"
         return "pasted" if self.is_pasted else "plain"
+
+    @property
+    def documents(self) -> tuple[GivenDocument, ...]:
+        """Whose texts its chunks are."""
+        return self.asked.documents if isinstance(self.asked, Grounded) else ()
 
     @property
     def question(self) -> tuple[str, list[dict[str, Any]]]:

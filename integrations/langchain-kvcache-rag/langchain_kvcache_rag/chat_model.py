@@ -60,10 +60,11 @@ class ChatKVCache(ChatSettings):
     Documents reach it as text-plain content blocks (`document_block`), in any message; `KVCacheRAG`
     writes them.  They stand before the conversation, each as a chunk of its own, and what is cached
     of them is not computed again: `usage_metadata["input_token_details"]["cache_read"]` counts it,
-    `response_metadata["kv_cache"]` says what it cost.  Without documents it is an ordinary chat
-    model.  Keywords of a call or of `bind` win over the settings: those that concern an answer,
-    `json_schema`, and every argument of transformers' `generate()`.  Keywords of a chain's call
-    reach its first step alone; `config={"configurable": {"policy": ...}}` reaches every step.
+    `response_metadata["kv_cache"]` says what it cost, and in `answered_from` and
+    `answered_from_ids` from which documents it was computed.  Without documents it is an ordinary
+    chat model.  Keywords of a call or of `bind` win over the settings: those that concern an
+    answer, `json_schema`, and every argument of transformers' `generate()`.  Keywords of a chain's
+    call reach its first step alone; `config={"configurable": {"policy": ...}}` reaches every step.
 
     Tools are called in the model's own form where its chat template and its response template say
     how, else in JSON that a grammar holds (`response_metadata["tool_form"]`).  Documents in what a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
@@ -20,7 +20,7 @@ from kvcache_rag.integration import (
     scores_by_step,
     whole_texts,
 )
-from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_score
+from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_id, block_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +66,18 @@ class Conversation:
         return replace(self, turns=tuple(opened(self.turns, system_prompt)))
 
 
+class GivenDocument(NamedTuple):
+    """A document in messages.
+
+    Attributes:
+        place: Its number among all of them, equal and empty ones included.
+        id: Its own; None if it has none.
+    """
+
+    place: int
+    id: str | None
+
+
 @dataclass(frozen=True)
 class Grounded:
     """A question over documents.
@@ -78,6 +90,7 @@ class Grounded:
         turns: Earlier turns; they stand behind the chunks.
         prefix_mismatch: Whether there was such an instruction.
         scores: Of the texts, where a reranker or several steps say more than their order.
+        documents: Whose texts they are; of equal ones the first.
     """
 
     question: str
@@ -85,6 +98,7 @@ class Grounded:
     turns: tuple[Turn, ...] = ()
     prefix_mismatch: bool = False
     scores: tuple[float, ...] | None = None
+    documents: tuple[GivenDocument, ...] = field(default=(), compare=False)
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
@@ -125,7 +139,8 @@ def read_messages(
         InvalidInputError: If a message has a block that is not text, or nothing is asked.
     """
     read = [_Read.of(index, message, documents_in) for index, message in enumerate(messages)]
-    texts = tuple(dict.fromkeys(text for one in read for text in one.documents if text.strip()))
+    places = _places(read)
+    texts = tuple(places)
     if not any(one.documents for one in read):
         return _conversation(read, suffix)
     last = read[-1]
@@ -147,7 +162,16 @@ def read_messages(
     question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
     scores = scores_by_step(_steps(read))
     known = None if scores is None else tuple(scores[text] for text in texts)
-    return Grounded(question, texts, tuple(turns), is_foreign, known)
+    return Grounded(question, texts, tuple(turns), is_foreign, known, tuple(places.values()))
+
+
+def _places(read: Sequence[_Read]) -> dict[str, GivenDocument]:
+    """The documents by their texts; empty ones are counted and left out."""
+    found: dict[str, GivenDocument] = {}
+    for place, (text, own) in enumerate(pair for one in read for pair in one.named):
+        if text.strip():
+            found.setdefault(text, GivenDocument(place, own))
+    return found
 
 
 def _steps(read: Sequence[_Read]) -> Iterator[list[tuple[str, Any]]]:
@@ -165,6 +189,7 @@ class _Part:
     is_document: bool = False
     within: tuple[str, ...] = ()
     score: Any = None
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +199,7 @@ class _Read:
     role: str
     parts: tuple[_Part, ...]
     more: tuple[tuple[str, Any], ...] = ()
-    scores: Mapping[str, Any] = field(default_factory=dict)
+    found: Mapping[str, Document] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -203,20 +228,40 @@ class _Read:
             if sort not in _SILENT:
                 found, is_document = _text_of(index, block), sort == DOCUMENT_TYPE
                 within = [] if is_document else whole_texts(found, documents)
-                parts.append(_Part(found, is_document, tuple(within), block_score(block)))
-        scores = {one.page_content: one.metadata.get(SCORE) for one in artifact}
-        return cls(role, tuple(parts), tuple(_beside(message).items()), scores)
+                own = block_id(block) if is_document else None
+                parts.append(_Part(found, is_document, tuple(within), block_score(block), own))
+        by_text = {one.page_content: one for one in reversed(artifact)}
+        return cls(role, tuple(parts), tuple(_beside(message).items()), by_text)
 
     @property
     def documents(self) -> list[str]:
         """Texts of the documents in it."""
-        return [text for text, _ in self.scored]
+        return [text for text, _ in self._parted]
 
     @property
     def scored(self) -> list[tuple[str, Any]]:
         """These texts with what their blocks, or the tool's artifact, have for a score."""
+        return [(text, self._score(text, part)) for text, part in self._parted]
+
+    def _score(self, text: str, part: _Part) -> Any:
+        if part.is_document:
+            return part.score
+        found = self.found.get(text)
+        return None if found is None else found.metadata.get(SCORE)
+
+    @property
+    def named(self) -> list[tuple[str, str | None]]:
+        """These texts with the ids of their documents."""
+        found = self.found
         return [
-            (text, part.score if part.is_document else self.scores.get(text))
+            (text, found[text].id if text in found and not part.is_document else part.id)
+            for text, part in self._parted
+        ]
+
+    @property
+    def _parted(self) -> list[tuple[str, _Part]]:
+        return [
+            (text, part)
             for part in self.parts
             for text in ([part.text] * part.is_document or part.within)
         ]

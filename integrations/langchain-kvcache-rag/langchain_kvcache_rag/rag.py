@@ -62,8 +62,10 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
         chain = create_retrieval_chain(store.as_retriever(), KVCacheRAG(llm=llm))
 
     Gives the chat model's message, or its pieces when it is streamed; `response_metadata` and
-    `usage_metadata` say what was reused.  Keywords of a call (`stop`, `policy`, `max_tokens`, ...)
-    go to the chat model; `batch` answers in one padded `generate()`.
+    `usage_metadata` say what was reused, `response_metadata["kv_cache"]["answered_from"]` has the
+    places in `context` of the documents that the answer was computed from.  Keywords of a call
+    (`stop`, `policy`, `max_tokens`, ...) go to the chat model; `batch` answers in one padded
+    `generate()`.
 
     Attributes:
         llm: A `ChatKVCache`, or one with bound arguments.

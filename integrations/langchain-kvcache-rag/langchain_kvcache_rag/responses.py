@@ -57,7 +57,13 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     be true of a sum stands in a list.
     """
     tool_form = call.form.tool_form
-    cost = {**answer.metrics.to_dict(), "prompt": call.prompt_kind}
+    used = [call.documents[at] for at in answer.metrics.answered_from]
+    cost = {
+        **answer.metrics.to_dict(),
+        "answered_from": [one.place for one in used],
+        "answered_from_ids": [one.id for one in used],
+        "prompt": call.prompt_kind,
+    }
     flat = {name: one for name, one in cost.items() if not isinstance(one, float)}
     flat["prefix_mismatch"] = int(cost["prefix_mismatch"])
     return {

@@ -24,6 +24,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk
 
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.metrics import Miss
+from langchain_kvcache_rag.messages import GivenDocument
 from langchain_kvcache_rag.responses import metadata, usage
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Call:
         self.prompt_kind = ("reused", "pasted")[at % 2]
         self.form: Any = self
         self.tool_form = ("", "json")[at % 2]
+        self.documents = [GivenDocument(place, f"id {at}") for place in range(9)]
 
 
 def filled(at: int) -> Metrics:
@@ -55,9 +57,10 @@ def filled(at: int) -> Metrics:
         one.name: _NEW[str(one.type)](at) for one in fields(Metrics) if str(one.type) in _NEW
     }
     others = {one.name for one in fields(Metrics)} - values.keys()
-    assert others == {"hits", "missed"}
+    assert others == {"hits", "missed", "answered_from"}
     tier = ("disk", "memory")[at % 2]
-    return Metrics(**values, hits={tier: at}, missed=(Miss(at, at, "evicted"),))
+    missed = (Miss(at, at, "evicted"),)
+    return Metrics(**values, hits={tier: at}, missed=missed, answered_from=(at, 0))
 
 
 def message_of(metrics: Metrics, at: int = 0) -> AIMessage:

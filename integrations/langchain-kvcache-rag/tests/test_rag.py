@@ -421,6 +421,7 @@ def test_a_question_stands_before_an_input(rag: KVCacheRAG, engine: Engine) -> N
 def test_the_retrieval_chain_gives_the_stock_keys(llm: ChatKVCache, engine: Engine) -> None:
     chain = create_kvcache_rag_chain(Fixed(), llm)
     answered = chain.invoke({"input": "Who sat?", "mine": 1})
+    assert answered.pop("kv_cache")["answered_from"] == [*range(len(DOCUMENTS))]
     assert answered == {
         "input": "Who sat?",
         "mine": 1,
@@ -436,6 +437,9 @@ def test_the_retrieval_chain_streams_its_answer(llm: ChatKVCache, engine: Engine
     assert "".join(answers) == expected(engine)
     assert len(answers) > 2
     assert [piece["context"] for piece in pieces if "context" in piece] == [DOCUMENTS]
+    (cost,) = [piece["kv_cache"] for piece in pieces if "kv_cache" in piece]
+    assert cost["answered_from"] == [*range(len(DOCUMENTS))]
+    assert "kv_cache" in pieces[-1]
 
 
 def test_a_retriever_of_its_own_sees_the_whole_input(llm: ChatKVCache, engine: Engine) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import pytest
 from documents import docx, pdf
-from llama_index.core.schema import MetadataMode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, InvalidInputError, cli
@@ -519,7 +519,7 @@ GAINED = (
 FIGURES = [
     *("ttft", "ttft_without_cache", "total"),
     *("prompt_tokens", "reused_tokens", "computed_tokens", "prefix_tokens", "generated_tokens"),
-    *("hits", "misses", "nearest"),
+    *("hits", "misses", "unused_chunks", "dropped_chunks", "nearest"),
 ]
 
 
@@ -584,6 +584,37 @@ def test_ask_by_a_policy_of_choice_says_so(
     plain = json.loads(command(*question, "--json"))
     assert plain["policy"] == "Reuse(positions='reordered')"
     assert found["metrics"]["reused_tokens"] < plain["metrics"]["reused_tokens"]
+
+
+def test_ask_tells_sources_from_what_was_only_retrieved(
+    ingested: Callable[..., str], command: Callable[..., str]
+) -> None:
+    ingested()
+    question = ("ask", "Who keeps the lighthouse?", "--top-k", "3", "--max-new-tokens", "6")
+    words = (*question, "--policy", "bestfew:1")
+    told = [*command(*words).splitlines()[2:-1]]
+    assert told[0].startswith("[1] keeper.txt (")
+    assert told[1] == "retrieved, not used:"
+    assert [line[:3] for line in told[2:]] == ["[2]", "[3]"]
+    found = json.loads(command(*words, "--json"))
+    assert [one["used"] for one in found["sources"]] == [True, False, False]
+    assert found["metrics"]["unused_chunks"] == 2
+    every = json.loads(command(*question, "--policy", "reuse", "--json"))
+    assert [one["used"] for one in every["sources"]] == [True] * 3
+    assert "retrieved, not used:" not in command(*question, "--policy", "reuse")
+
+
+def test_sources_stand_in_the_order_of_the_prompt() -> None:
+    nodes = [NodeWithScore(node=TextNode(text=text, id_=text), score=0.5) for text in "abc"]
+    found = report.sources(nodes, {"answered_from": [2, 0]})
+    assert [(one["text"], one["used"]) for one in found] == [
+        ("c", True),
+        ("a", True),
+        ("b", False),
+    ]
+    assert all(one["used"] for one in report.sources(nodes, None)), (
+        "of a stopped answer nobody knows"
+    )
 
 
 def contents(*folders: Path) -> dict[Path, bytes]:
@@ -796,6 +827,17 @@ def test_chat_sources_help_and_quit(talk: Callable[..., str]) -> None:
     assert [line.split()[0] for line in lines[7:]] == ["/help", "/sources", "/reset", "/quit"]
     assert said.count(" to the first token") == 1
     assert talk("exit", "Never?") == talk("Quit", "Never?") == ""
+
+
+def test_chat_names_the_files_that_it_answered_from(talk: Callable[..., str]) -> None:
+    words = ("--policy", "bestfew:1")
+    said = talk("Who keeps the lighthouse?", "/sources", words=words)
+    (files,) = re.findall(r"; from (.*)\n", said)
+    assert files == "keeper.txt"
+    listed = said.splitlines()[-3:]
+    assert [line.split()[0] for line in listed] == ["[1]", "retrieved,", "[2]"]
+    both = talk("Who keeps the lighthouse?", words=("--policy", "reuse"))
+    assert re.findall(r"; from (.*)\n", both)[0].startswith("keeper.txt, ")
 
 
 def test_chat_by_a_policy_of_choice(talk: Callable[..., str]) -> None:

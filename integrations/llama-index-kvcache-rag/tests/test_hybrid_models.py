@@ -91,7 +91,7 @@ def test_a_trained_one_answers_right_in_any_order_after_a_restart(
         def _retrieve(self, _: QueryBundle) -> list[NodeWithScore]:
             return self.nodes
 
-    query_engine = KVCacheQueryEngine.from_args(Given(), llm=llm)
+    query_engine = KVCacheQueryEngine.from_args(Given(), llm=llm, policy="bestlast")
     for documents, entity, value in asked():
         Given.nodes = [by_text[text] for text in documents]
         response = query_engine.query(entity)

@@ -31,7 +31,7 @@ MODEL_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 
 POLICY: Final = (
     "what is reused of cached chunks, such as legolink:16 (default: reuse on a model trained for "
-    "cached chunks, else bestlast)"
+    "cached chunks, else bestfew)"
 )
 
 

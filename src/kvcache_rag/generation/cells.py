@@ -136,7 +136,8 @@ class CellsFiller(Filler):
         if policy.scaling is not None:
             raise UnsupportedModelError(
                 f"{policy!r} weighs chunks inside attention, which llama.cpp lets nobody do; use "
-                'BestLast(), LegoLink(n), Reuse() or FullRecompute(), or backend="transformers"'
+                "BestFew(), BestLast(), LegoLink(n), Reuse() or FullRecompute(), or "
+                'backend="transformers"'
             )
         if policy.positions == "composite" and len(prompt.chunks) > 1:
             raise UnsupportedModelError(

@@ -87,6 +87,8 @@ class Explained:
         query_tokens: Tokens of history, question and everything behind the chunks.
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
         fresh_tokens: Tokens of chunks that the policy computes together with the query.
+        answered_from: Numbers of the chunks, as they were given, in prompt order.
+        unused_chunks: Chunks left out because the policy answers from better ones.
     """
 
     tokens: tuple[ExplainedToken, ...]
@@ -101,6 +103,8 @@ class Explained:
     query_tokens: int
     choose: float = field(default=0.0, compare=False)
     fresh_tokens: int = 0
+    answered_from: tuple[int, ...] = ()
+    unused_chunks: int = 0
 
     @property
     def text(self) -> str:
@@ -177,6 +181,8 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
         query_tokens=len(asked.query),
         choose=choice.seconds,
         fresh_tokens=prompt.fresh_tokens,
+        answered_from=tuple(chunk.place for chunk in members),
+        unused_chunks=request.unused_chunks,
     )
 
 

@@ -232,8 +232,8 @@ class TransformersModel(LanguageModel):
             raise UnsupportedModelError(
                 f"{name}: layer {layer} is recurrent, so single tokens cannot be computed again, "
                 "as what follows in their chunk depends on them; "
-                "use Reuse(), BestLast(), Combination(), FullRecompute(), or LegoLink(n) as the "
-                "policy of the engine, which then cuts chunks behind n tokens"
+                "use BestFew(), Reuse(), BestLast(), Combination(), FullRecompute(), or "
+                "LegoLink(n) as the policy of the engine, which then cuts chunks behind n tokens"
             )
         if not self.takes_positions and not self.measured.by_place:
             raise UnsupportedModelError(

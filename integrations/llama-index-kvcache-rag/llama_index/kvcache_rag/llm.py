@@ -524,7 +524,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         def plain(chat: Mapping[str, Any]) -> Prompt:
             return ask.prompt(self, messages, lambda: self.chat_prompt(messages, **chat))
 
-        return spoken(self, messages, given, plain, ask.scores)
+        return spoken(self, messages, given, plain, ask.nodes)
 
     @property
     def has_own_form(self) -> bool:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.base.response.schema import PydanticResponse, Response
@@ -68,13 +68,28 @@ _NOT_FOUND: Final = (
     "are handed the nodes themselves, or silence this with KVCacheLLM(match_chunks=False)"
 )
 
+
+class KnownNode(NamedTuple):
+    """A node that was retrieved.
+
+    Attributes:
+        id: Its own.
+        place: Its number among those that were retrieved with it.
+        score: If it has one.
+    """
+
+    id: str
+    place: int
+    score: float | None
+
+
 _planned: ContextVar[tuple[_Found, ...]] = ContextVar("kvcache_rag_planned", default=())
 # What the answer that is being made has cost so far, and what the last one did.
 _report: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_report", default=None)
 _shown: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_shown", default=None)
-# Scores of the nodes that were retrieved last, by the texts by which they may stand in a prompt.
-_scores: ContextVar[Mapping[str, float | None]] = ContextVar(
-    "kvcache_rag_scores", default=MappingProxyType({})
+# The nodes that were retrieved last, by the texts by which they may stand in a prompt.
+_nodes: ContextVar[Mapping[str, KnownNode]] = ContextVar(
+    "kvcache_rag_nodes", default=MappingProxyType({})
 )
 # How many synthesizers, one within the other, are at work.
 _synthesizers: ContextVar[int] = ContextVar("kvcache_rag_synthesizers", default=0)
@@ -156,13 +171,13 @@ def _left(instance: Any) -> None:
 
 
 def _know_all(nodes: Sequence[Any]) -> None:
-    found: dict[str, float | None] = {}
-    for one in nodes:
+    found: dict[str, KnownNode] = {}
+    for place, one in enumerate(nodes):
         if isinstance(one, NodeWithScore):
             for text in know(one.node):
-                found.setdefault(text, one.score)
+                found.setdefault(text, KnownNode(one.node.node_id, place, one.score))
     if found:
-        _scores.set(found)
+        _nodes.set(found)
 
 
 def _warn_of_changes(nodes: Sequence[Any], llm: Any) -> None:
@@ -234,8 +249,8 @@ def watch() -> None:
 def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
         return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
-    is_count = isinstance(one, (int, float)) and not isinstance(one, bool)
-    return one + other if is_count else other
+    adds_up = isinstance(one, (int, float, list)) and not isinstance(one, bool)
+    return one + other if adds_up else other
 
 
 # ---------------------------------------------------------------------- what is asked of the LLM
@@ -246,17 +261,17 @@ class Ask:
     Attributes:
         template: What was found in the template that LlamaIndex writes; empty if it writes none.
         report: Of the answer that the call is part of.
-        scores: Of the nodes that were retrieved for it.
+        nodes: That were retrieved for it, by their texts.
     """
 
     template: tuple[_Found, ...]
     report: dict[str, Any] | None
-    scores: Mapping[str, float | None]
+    nodes: Mapping[str, KnownNode]
 
     @classmethod
     def now(cls) -> Ask:
         """The call that is being made; to be read before a thread or a stream takes over."""
-        return cls(_planned.get(), _report.get(), _scores.get())
+        return cls(_planned.get(), _report.get(), _nodes.get())
 
     def prompt(
         self, llm: KVCacheLLM, messages: Sequence[ChatMessage], write: Callable[[], str]
@@ -268,15 +283,22 @@ class Ask:
             messages: What it is asked; none if that is a text which must stay as it is.
             write: Writes it as one text.
         """
-        found = self.template[0] if self.template else _of_messages(llm, messages, self.scores)
+        found = self.template[0] if self.template else _of_messages(llm, messages, self.nodes)
         if isinstance(found, Grounded):
             return replace(found, pasted=write)
         return write() if found is None else Pasted(write())
 
     def note(self, response: CompletionResponse) -> CompletionResponse:
-        """Add what the answer cost to the report; gives the response."""
+        """Add what the answer cost to the report; gives the response.
+
+        The report numbers nodes as they were retrieved, the response as they stand in the prompt.
+        """
         if self.report is not None and isinstance(response.raw, dict):
-            metrics, report = response.raw["kv_cache"], self.report
+            report, places = self.report, {one.id: one.place for one in self.nodes.values()}
+            cost, known = response.raw["kv_cache"], report.get("answered_from_ids", ())
+            ids = [one for one in cost["answered_from_ids"] if one in places and one not in known]
+            numbers = [places[one] for one in ids]
+            metrics = {**cost, "answered_from": numbers, "answered_from_ids": ids}
             both = {name: _sum(report[name], metrics[name]) for name in metrics if name in report}
             report.update({**metrics, **both})
         return response
@@ -331,11 +353,11 @@ def _of_template(
             llm.warn_once(_NOT_FOUND)
         return PASTED
     messages = template.format_messages(llm=llm, **{**values, names[0]: _CONTEXT})
-    return _grounded(llm, messages, _without(context, found), found, _scores.get()) or PASTED
+    return _grounded(llm, messages, _without(context, found), found, _nodes.get()) or PASTED
 
 
 def _of_messages(
-    llm: KVCacheLLM, messages: Sequence[ChatMessage], scores: Mapping[str, float | None]
+    llm: KVCacheLLM, messages: Sequence[ChatMessage], nodes: Mapping[str, KnownNode]
 ) -> _Found:
     """The same for messages that an app wrote itself."""
     cut: list[ChatMessage] = []
@@ -352,7 +374,7 @@ def _of_messages(
             message = ChatMessage(role=message.role, content=left)
             every += found
         cut.append(message)
-    return _grounded(llm, cut, "", every, scores, gaps) if every else None
+    return _grounded(llm, cut, "", every, nodes, gaps) if every else None
 
 
 def _grounded(
@@ -360,7 +382,7 @@ def _grounded(
     messages: Sequence[ChatMessage],
     rest: str,
     found: Sequence[FoundText],
-    scores: Mapping[str, float | None],
+    nodes: Mapping[str, KnownNode],
     gaps: str = "",
 ) -> Grounded | None:
     """A question over chunks.
@@ -370,13 +392,14 @@ def _grounded(
         messages: With a mark where the first chunk stood.
         rest: What the mark stands for besides chunks.
         found: The chunks.
-        scores: Of texts that were retrieved.
+        nodes: That were retrieved, by their texts.
         gaps: What stood between them elsewhere.
 
     Returns:
         None if the mark stands where a chunk cannot be taken away, or nothing is left to ask.
     """
     engine = llm.engine
+    chunks = [*{one.text: one for one in found}.values()]  # what is read twice says no more
     spoken = Conversation.of(messages, engine)
     before, mark, behind = "\n\n".join([*spoken.instructions, *spoken.unanswered]).partition(
         _CONTEXT
@@ -387,12 +410,26 @@ def _grounded(
     is_after_turns = bool(spoken.turns) and _CONTEXT in spoken.unanswered[0]
     return Grounded(
         question,
-        tuple(chunk_of(one, engine) for one in found),
+        tuple(chunk_of(one, engine) for one in chunks),
         overflow="error",
         prefix_mismatch=is_after_turns or bool((before + rest + gaps).strip()),
-        scores=whole_scores(scores.get(one.text) for one in found),
+        scores=scores_of(chunks, nodes),
         history=spoken.turns,
+        nodes=ids_of(chunks, nodes),
     )
+
+
+def scores_of(
+    found: Sequence[FoundText], nodes: Mapping[str, KnownNode]
+) -> tuple[float, ...] | None:
+    """Scores of texts that were found, if all have one."""
+    known = (nodes.get(one.text) for one in found)
+    return whole_scores(None if one is None else one.score for one in known)
+
+
+def ids_of(found: Sequence[FoundText], nodes: Mapping[str, KnownNode]) -> tuple[str, ...]:
+    """Ids of the nodes of texts that were found, "" of one that was not retrieved last."""
+    return tuple(nodes[one.text].id if one.text in nodes else "" for one in found)
 
 
 def chunk_of(found: FoundText, engine: Engine) -> StoredChunk | str:

@@ -50,12 +50,14 @@ class Task:
         prompt: The whole prompt as text, for callbacks.
         request: What the LLM gets: question and chunks, or a plain text.
         template: The template it was written by.
+        places: Of its chunks, the numbers of the nodes, or texts, that it was asked over.
     """
 
     query: str
     prompt: str
     request: Prompt
     template: BasePromptTemplate
+    places: tuple[int, ...] = ()
 
 
 def split_template(

@@ -17,7 +17,7 @@ from kvcache_rag.generation import AsyncAnswerStream
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcache_rag import Answer, Engine
+    from kvcache_rag import Answer, Engine, Metrics
     from kvcache_rag.generation import AnswerStream, StoredChunk
     from kvcache_rag.policies import ReusePolicy
 
@@ -36,6 +36,8 @@ class Grounded:
         scores: Of the chunks, if all have one: a postprocessor may have put them into another
             order.
         history: Earlier turns; they stand behind the chunks.
+        nodes: Ids of the nodes that the chunks are of, "" of one that is not known; none at all
+            where there are only texts.
         pasted: Writes the same as one text, for when the chunks do not fit; None to refuse it.
     """
 
@@ -46,6 +48,7 @@ class Grounded:
     prefix_mismatch: bool = False
     scores: tuple[float, ...] | None = None
     history: tuple[dict[str, str], ...] = ()
+    nodes: tuple[str, ...] = ()
     pasted: Callable[[], str] | None = None
 
     def options(self) -> dict[str, Any]:
@@ -81,11 +84,11 @@ class Stream:
 
     Attributes:
         pieces: Of the engine.
-        form: How its prompt was made of the caller's (see `answer`).
+        prompt: What is answered.
     """
 
     pieces: AnswerStream
-    form: str
+    prompt: Prompt
 
 
 def answer(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> CompletionResponse:
@@ -94,7 +97,7 @@ def answer(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> Comple
     `raw["kv_cache"]["prompt"]` says what became of the caller's prompt: "reused" if its chunks were
     answered from where they stood, "rearranged" if something stood before or between them that
     stands behind them now, "pasted" if nothing of its context could be a chunk, "plain" if it has
-    none.
+    none.  Beside the chunks' numbers, `["answered_from_ids"]` has the ids of their nodes.
     """
     if isinstance(prompt, Grounded):
         try:
@@ -104,8 +107,8 @@ def answer(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> Comple
                 raise
             prompt = Pasted(prompt.pasted())
         else:
-            return _finished(found, _form(prompt))
-    return _finished(engine.complete(_text(prompt), **options), _form(prompt))
+            return _finished(found, prompt)
+    return _finished(engine.complete(_text(prompt), **options), prompt)
 
 
 def open_stream(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
@@ -118,8 +121,8 @@ def open_stream(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> S
                 raise
             prompt = Pasted(prompt.pasted())
         else:
-            return Stream(pieces, _form(prompt))
-    return Stream(engine.stream_complete(_text(prompt), **options), _form(prompt))
+            return Stream(pieces, prompt)
+    return Stream(engine.stream_complete(_text(prompt), **options), prompt)
 
 
 def _text(prompt: str | Pasted) -> str:
@@ -146,7 +149,7 @@ def responses(
         for piece in stream.pieces:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        last = _finished(stream.pieces.answer, stream.form, delta="")
+        last = _finished(stream.pieces.answer, stream.prompt, delta="")
         note(last)
         yield last
     finally:
@@ -159,14 +162,14 @@ async def aresponses(
     """`responses` that does not block the event loop; closing it drops, so stops, the stream."""
     # Closing it awaits nothing: an event loop that ends closes all its generators at once, and what
     # another one is still closing cannot be closed.
-    text, held, form = "", [stream.pieces], stream.form
+    text, held, prompt = "", [stream.pieces], stream.prompt
     del stream
     pieces = AsyncAnswerStream(held.pop)
     try:
         async for piece in pieces:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        last = _finished(pieces.answer, form, delta="")
+        last = _finished(pieces.answer, prompt, delta="")
         note(last)
         yield last
     finally:
@@ -174,7 +177,7 @@ async def aresponses(
         held.clear()
 
 
-def _finished(answer: Answer, form: str, delta: str | None = None) -> CompletionResponse:
+def _finished(answer: Answer, prompt: Prompt, delta: str | None = None) -> CompletionResponse:
     metrics = answer.metrics
     usage = {
         "prompt_tokens": metrics.prompt_tokens,
@@ -188,7 +191,13 @@ def _finished(answer: Answer, form: str, delta: str | None = None) -> Completion
         delta=delta,
         raw={
             "usage": usage,
-            "kv_cache": {**metrics.to_dict(), "prompt": form},
+            "kv_cache": _cost(metrics, prompt),
             "finish_reason": answer.finish_reason,
         },
     )
+
+
+def _cost(metrics: Metrics, prompt: Prompt) -> dict[str, Any]:
+    nodes = prompt.nodes if isinstance(prompt, Grounded) else ()
+    ids = [(nodes[at] or None) if nodes else None for at in metrics.answered_from]
+    return {**metrics.to_dict(), "answered_from_ids": ids, "prompt": _form(prompt)}

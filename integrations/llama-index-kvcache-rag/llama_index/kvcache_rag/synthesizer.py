@@ -70,7 +70,9 @@ class KVCacheSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes, reusing the KV of their chunks.
 
     The metrics of an answer are in `response.metadata["kv_cache"]`, for a stream as soon as it has
-    ended.  A chat's earlier messages stand behind the chunks, so these are reused in every turn.
+    ended; `["answered_from"]` are the places in `response.source_nodes` of what it was computed
+    from, `["answered_from_ids"]` the ids of these nodes.  A chat's earlier messages stand behind
+    the chunks, so these are reused in every turn.
     """
 
     def __init__(
@@ -274,10 +276,13 @@ class KVCacheSynthesizer(BaseSynthesizer):
                 llm.engine,
             )
         )
-        request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores, turns)
+        ids = tuple(nodes[index].node.node_id for index in read) if nodes else ()
+        request = Grounded(
+            question, chunks, self._policy, self._overflow, mismatch, scores, turns, ids
+        )
         prompt = written_prompt(llm.engine, texts, spoken.written(question))
         template = template or PromptTemplate(own_template(llm.engine))
-        return self._started(Task(query, prompt, request, template))
+        return self._started(Task(query, prompt, request, template, tuple(read)))
 
     def _started(self, task: Task) -> Task:
         arguments = {"query_str": task.query}
@@ -322,7 +327,8 @@ class KVCacheSynthesizer(BaseSynthesizer):
     ) -> None:
         if response is None or not isinstance(response.raw, dict):
             return
-        report.update(response.raw["kv_cache"])
+        cost = response.raw["kv_cache"]
+        report.update(cost, answered_from=[task.places[at] for at in cost["answered_from"]])
         dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
 
     # ------------------------------------------------------------------ prompts
@@ -338,7 +344,9 @@ class KVCacheSynthesizer(BaseSynthesizer):
 
 def _report_on(nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
     """Where metrics go; without nodes the model is not asked, and nothing is what it cost."""
-    return {} if nodes else {**Metrics(rounds=0).to_dict(), "prompt": "plain"}
+    if nodes:
+        return {}
+    return {**Metrics(rounds=0).to_dict(), "answered_from_ids": [], "prompt": "plain"}
 
 
 def _reported(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:

@@ -33,7 +33,7 @@ from kvcache_rag.integration import (
     reference_to,
     scores_by_step,
 )
-from llama_index.kvcache_rag.matching import chunk_of, found_in
+from llama_index.kvcache_rag.matching import chunk_of, found_in, ids_of
 from llama_index.kvcache_rag.options import turn
 from llama_index.kvcache_rag.responses import Grounded
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         Turn,
     )
     from llama_index.kvcache_rag.llm import KVCacheLLM
+    from llama_index.kvcache_rag.matching import KnownNode
     from llama_index.kvcache_rag.responses import Prompt
 
 _HOLDING: Final = ("logits_processor", "json_schema")
@@ -82,7 +83,7 @@ def spoken(
     messages: Sequence[ChatMessage],
     given: dict[str, Any],
     plain: Callable[[Mapping[str, Any]], Prompt],
-    scores: Mapping[str, float | None],
+    nodes: Mapping[str, KnownNode],
 ) -> Spoken:
     """Read messages with calls of tools, and the tools of a call, for the engine.
 
@@ -91,7 +92,7 @@ def spoken(
         messages: Oldest first.
         given: Arguments of the call; those about tools and the chat template are taken out.
         plain: Reads messages without calls, given arguments of `Engine.render_chat`.
-        scores: Of the nodes that were retrieved last.
+        nodes: That were retrieved last, by their texts.
 
     Raises:
         InvalidInputError: If tools cannot be used.
@@ -113,7 +114,7 @@ def spoken(
         raise InvalidInputError(
             "tools are written by the tokenizer's chat template; leave messages_to_prompt out"
         )
-    conversation = _Conversation.of(llm, messages, scores)
+    conversation = _Conversation.of(llm, messages, nodes)
     form = forms.form(conversation.turns, choice, values, is_held=is_held)
     if form.is_fallback:
         llm.warn_once(JSON_FORM)
@@ -130,6 +131,7 @@ def spoken(
         prefix_mismatch=conversation.prefix_mismatch,
         scores=None if known is None else tuple(known[one.text] for one in conversation.found),
         history=history,
+        nodes=ids_of(conversation.found, nodes),
     )
     options = {**form.options, **form.chat}
     return Spoken(grounded, options, form, lambda: render(form.turns, **form.chat))
@@ -159,7 +161,7 @@ def _calls(message: ChatMessage) -> list[Turn]:
 class _Conversation:
     """Turns, and the chunks that what tools said refers to."""
 
-    scores: Mapping[str, float | None]
+    nodes: Mapping[str, KnownNode]
     turns: list[Turn] = field(default_factory=list)
     found: list[FoundText] = field(default_factory=list)
     steps: list[list[tuple[str, float | None]]] = field(default_factory=list)
@@ -167,9 +169,9 @@ class _Conversation:
 
     @classmethod
     def of(
-        cls, llm: KVCacheLLM, messages: Sequence[ChatMessage], scores: Mapping[str, float | None]
+        cls, llm: KVCacheLLM, messages: Sequence[ChatMessage], nodes: Mapping[str, KnownNode]
     ) -> _Conversation:
-        read = cls(scores)
+        read = cls(nodes)
         for message in messages:
             read.add(message, llm)
         if read.found:
@@ -185,7 +187,8 @@ class _Conversation:
         if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
             one["role"] = "tool"
             found = found_in(one["content"], llm)
-            self.steps.append([(each.text, self.scores.get(each.text)) for each in found])
+            known = [(each.text, self.nodes.get(each.text)) for each in found]
+            self.steps.append([(text, one and one.score) for text, one in known])
             one["content"] = self._referring(one["content"], found)
             named = ("name", "tool_call_id")
             one |= {name: message.additional_kwargs.get(name) for name in named}

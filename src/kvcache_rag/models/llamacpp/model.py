@@ -475,8 +475,8 @@ class LlamaCppModel(LanguageModel):
     def ensure_recomputable(self) -> None:
         raise UnsupportedModelError(
             f"{self.config.model_type}: llama.cpp gives neither attention nor keys of single "
-            "layers to choose tokens by; use BestLast(), LegoLink(n), CacheClip(), Reuse(), "
-            'Combination() or FullRecompute(), or backend="transformers"'
+            "layers to choose tokens by; use BestFew(), BestLast(), LegoLink(n), CacheClip(), "
+            'Reuse(), Combination() or FullRecompute(), or backend="transformers"'
         )
 
 

@@ -12,8 +12,8 @@ from llama_index.kvcache_rag.commands.report import (
     far_line,
     figures,
     is_near,
-    source,
     source_lines,
+    sources,
 )
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def _print(arguments: argparse.Namespace, settings: Settings, response: Any) -> 
         pieces.append(piece)
         if not arguments.json:
             print(piece, end="", flush=True)
-    sources = [source(found) for found in response.source_nodes]
-    metrics, near = response.metadata["kv_cache"], is_near(sources, settings.embed)
-    cost = figures(metrics, settings, max(one["score"] for one in sources))
+    metrics = response.metadata["kv_cache"]
+    found = sources(response.source_nodes, metrics)
+    near = is_near(found, settings.embed)
+    cost = figures(metrics, settings, max(one["score"] for one in found))
     if arguments.json:
         said = {
             "question": arguments.question,
@@ -73,12 +74,12 @@ def _print(arguments: argparse.Namespace, settings: Settings, response: Any) -> 
             "model": settings.described,
             "policy": metrics["policy"],
             "metrics": cost,
-            "sources": sources,
+            "sources": found,
         }
         print(json.dumps(said, indent=2, ensure_ascii=False))
         return
     print("\n")
     if near is False:
-        print(far_line(sources, settings.embed))
-    print("\n".join(source_lines(sources)))
+        print(far_line(found, settings.embed))
+    print("\n".join(source_lines(found)))
     print(cost_line(cost))

@@ -25,8 +25,8 @@ from llama_index.kvcache_rag.commands.report import (
     figures,
     is_near,
     plural,
-    source,
     source_lines,
+    sources,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _LEAVE: Final = ("/quit", "exit", "quit")
 _TOO_SMALL: Final = (TINY, PACKAGED)
 _COMMANDS: Final = {
     "/help": "this list",
-    "/sources": "the chunks that the last answer came from",
+    "/sources": "the chunks that the last answer came from, and the others that were found",
     "/reset": "forget what was said",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
@@ -188,20 +188,26 @@ class Talk:
                 if stop.is_wanted:
                     response.close()
         print()
-        self._sources = [source(found) for found in response.source_nodes]
-        self._say(self._cost(response.metadata or {}, stopped=stop.is_wanted))
+        metrics = (response.metadata or {}).get("kv_cache") or None
+        self._sources = sources(response.source_nodes, metrics)
+        self._say(self._cost(metrics, stopped=stop.is_wanted))
 
-    def _cost(self, metadata: dict[str, Any], *, stopped: bool) -> str:
-        """What an answer cost and where it came from, in a line."""
-        parts, sources = [], self._sources
-        if metrics := metadata.get("kv_cache"):  # none of an answer that was stopped
-            nearest = max((one["score"] for one in sources), default=0.0)
+    def _cost(self, metrics: dict[str, Any] | None, *, stopped: bool) -> str:
+        """What an answer cost and where it came from, in a line.
+
+        Args:
+            metrics: None of an answer that was stopped.
+            stopped: Whether it was.
+        """
+        parts, found = [], self._sources
+        if metrics:
+            nearest = max((one["score"] for one in found), default=0.0)
             parts.append(cost_line(figures(metrics, self.settings, nearest)))
         if stopped:
             parts.append("stopped")
-        files = dict.fromkeys(plain(one["file"]) for one in sources)
+        files = dict.fromkeys(plain(one["file"]) for one in found if one["used"])
         parts.append(f"from {', '.join(files)}" if files else "no chunk was found")
-        if sources and is_near(sources, self.settings.embed) is False:
+        if found and is_near(found, self.settings.embed) is False:
             parts.append("none of them is near")
         return "; ".join(parts)
 

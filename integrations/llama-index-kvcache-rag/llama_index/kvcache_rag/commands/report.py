@@ -102,6 +102,8 @@ def figures(metrics: Mapping[str, Any], settings: Settings, nearest: float) -> d
         "generated_tokens": metrics["generated_tokens"],
         "hits": sum(metrics["hits"].values()),
         "misses": metrics["misses"],
+        "unused_chunks": metrics["unused_chunks"],
+        "dropped_chunks": metrics["dropped_chunks"],
         "nearest": nearest,
     }
 
@@ -138,6 +140,18 @@ def far_line(sources: Sequence[Mapping[str, Any]], embed: str) -> str:
     )
 
 
+def sources(found: Sequence[Any], metrics: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Retrieved nodes, those first that an answer was computed from, in its prompt's order.
+
+    Args:
+        found: As they were retrieved.
+        metrics: Of the answer; None where it was stopped, and nobody knows.
+    """
+    used = range(len(found)) if metrics is None else metrics["answered_from"]
+    places = [*used, *(at for at in range(len(found)) if at not in used)]
+    return [{**source(found[at]), "used": at in used} for at in places]
+
+
 def source(found: Any) -> dict[str, Any]:
     """A retrieved node: its file, score and text."""
     node = found.node
@@ -146,8 +160,12 @@ def source(found: Any) -> dict[str, Any]:
 
 
 def source_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each."""
+    """A line for each, and one before those that were only retrieved."""
+    was_used = True
     for number, one in enumerate(sources, start=1):
+        if was_used and not one["used"]:
+            yield "retrieved, not used:"
+        was_used = one["used"]
         yield f"[{number}] {plain(one['file'])} ({one['score']:.3f}): {_shortened(one['text'])}"
 
 

@@ -1,0 +1,93 @@
+"""Which documents an answer was computed from is told wherever it is told what it cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from chat_model_helpers import joined
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.runnables import RunnableLambda
+
+from kvcache_rag import Metrics
+from langchain_kvcache_rag import KVCacheRAG, create_kvcache_rag_chain, document_block
+
+if TYPE_CHECKING:
+    from langchain_kvcache_rag import ChatKVCache
+
+QUESTION = "Who keeps the lighthouse?"
+BAKERY = "The bakery sells bread made of rye flour every day."
+KEEPER = "Marlow keeps the lighthouse, and he lives there."
+HARBOUR = "The harbour was built in 1911, and rebuilt in 1934."
+# The first says nothing, the third what the second says, and the last has no id.
+CONTEXT = [
+    Document(" ", id="none", metadata={"relevance_score": 0.2}),
+    Document(BAKERY, id="bakery", metadata={"relevance_score": 0.8}),
+    Document(BAKERY, id="again", metadata={"relevance_score": 0.8}),
+    Document(KEEPER, id="keeper", metadata={"relevance_score": 0.9}),
+    Document(HARBOUR, metadata={"relevance_score": 0.1}),
+]
+ASKED: Any = {"question": QUESTION, "context": CONTEXT}
+
+
+def told(message: Any) -> tuple[list[int], list[str | None], int]:
+    cost = message.response_metadata["kv_cache"]
+    (one,) = cost["answers"]
+    names = ("answered_from", "answered_from_ids", "unused_chunks")
+    assert [cost[name] for name in names] == [one[name] for name in names]
+    assert Metrics.from_dict(cost).answered_from == tuple(one["answered_from"])
+    return cost["answered_from"], cost["answered_from_ids"], cost["unused_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("bestfew:1", ([3], ["keeper"], 2)),
+        ("bestfew:2", ([3, 1], ["keeper", "bakery"], 1)),
+        ("bestlast", ([1, 4, 3], ["bakery", None, "keeper"], 0)),
+        ("full", ([1, 3, 4], ["bakery", "keeper", None], 0)),
+    ],
+)
+async def test_every_way_of_asking_tells_it(llm: ChatKVCache, policy: str, expected: Any) -> None:
+    rag, before = KVCacheRAG(llm=llm), [document.model_copy(deep=True) for document in CONTEXT]
+    assert told(rag.invoke(ASKED, policy=policy)) == expected
+    assert told(await rag.ainvoke(ASKED, policy=policy)) == expected
+    assert told(joined(rag.stream(ASKED, policy=policy))) == expected
+    assert told(joined([one async for one in rag.astream(ASKED, policy=policy)])) == expected
+    for answer in rag.batch([ASKED, {**ASKED, "question": f"{QUESTION}?"}], policy=policy):
+        assert told(answer) == expected
+    chain = create_kvcache_rag_chain(RunnableLambda(lambda _: CONTEXT), llm.bind(policy=policy))
+    whole = chain.invoke({"input": QUESTION})
+    places = whole["kv_cache"]["answered_from"]
+    assert (places, whole["kv_cache"]["answered_from_ids"]) == expected[:2]
+    assert [whole["context"][place].id for place in places] == expected[1]
+    pieces = [piece async for piece in chain.astream({"input": QUESTION})]
+    assert [one["kv_cache"]["answered_from"] for one in pieces if "kv_cache" in one] == [places]
+    assert before == CONTEXT, "what stands in it may become a chunk's text"
+
+
+def test_without_documents_there_are_none(llm: ChatKVCache) -> None:
+    assert told(llm.invoke("Hello")) == ([], [], 0)
+    assert told(KVCacheRAG(llm=llm).invoke({"question": QUESTION, "context": []})) == ([], [], 0)
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+def test_documents_of_tools_have_their_ids(llm: ChatKVCache) -> None:
+    call: Any = {"name": "search", "args": {}, "id": "0"}
+    content = "\n\n".join(document.page_content for document in CONTEXT)
+    found = ToolMessage(content, tool_call_id="0", artifact=CONTEXT)
+    messages = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), found]
+    places, ids, _ = told(llm.invoke(messages, policy="full"))
+    assert (len(places), ids) == (3, ["bakery", "keeper", None])
+    blocks: list[Any] = [document_block(document) for document in CONTEXT]
+    beside = ToolMessage(blocks, tool_call_id="0")
+    assert told(llm.invoke([*messages[:2], beside], policy="full"))[0] == [1, 3, 4]
+
+
+def test_a_later_turn_counts_the_documents_of_earlier_ones(llm: ChatKVCache) -> None:
+    blocks: list[Any] = [document_block(document) for document in CONTEXT]
+    earlier = HumanMessage([*blocks[:2], {"type": "text", "text": "What is sold?"}])
+    later = HumanMessage([*blocks[3:], {"type": "text", "text": QUESTION}])
+    found = told(llm.invoke([earlier, AIMessage("Bread."), later], policy="bestfew:1"))
+    assert found == ([2], ["keeper"], 2)

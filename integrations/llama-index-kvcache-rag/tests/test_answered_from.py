@@ -1,0 +1,151 @@
+"""Which nodes an answer was computed from is told wherever it is told what it cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.tools import QueryEngineTool
+
+from llama_index.kvcache_rag import (
+    KVCacheChatEngine,
+    KVCacheLLM,
+    KVCacheQueryEngine,
+    KVCacheSynthesizer,
+)
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import QueryBundle
+    from llama_index_helpers import Recorder
+
+    from kvcache_rag import Engine
+
+QUESTION = "Who keeps the lighthouse?"
+# The third says what the second says, and the first says nothing.
+TEXTS = {
+    "none": " ",
+    "bakery": "The bakery sells bread made of rye flour every day.",
+    "again": "The bakery sells bread made of rye flour every day.",
+    "keeper": "Marlow keeps the lighthouse, and he lives there.",
+    "harbour": "The harbour was built in 1911, and rebuilt in 1934.",
+}
+SCORES = {"none": 0.2, "bakery": 0.8, "again": 0.8, "keeper": 0.9, "harbour": 0.1}
+
+
+def nodes() -> list[NodeWithScore]:
+    return [
+        NodeWithScore(node=TextNode(id_=name, text=text), score=SCORES[name])
+        for name, text in TEXTS.items()
+    ]
+
+
+class Fixed(BaseRetriever):
+    """Finds the same nodes for everything, in an order that says nothing."""
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return nodes()
+
+
+def told(response: Any) -> tuple[list[int], list[Any], int]:
+    """What a response says, after what it says was compared with its nodes."""
+    found = response.metadata["kv_cache"]
+    places, ids = found["answered_from"], found["answered_from_ids"]
+    assert [response.source_nodes[place].node.node_id for place in places] == ids
+    for one in response.source_nodes:
+        assert one.node.metadata == {}, "it would be part of the chunk's text"
+        assert one.node.get_content(MetadataMode.LLM) == TEXTS[one.node.node_id]
+    return places, ids, found["unused_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("bestfew:1", ([3], ["keeper"], 2)),
+        ("bestfew:2", ([3, 1], ["keeper", "bakery"], 1)),
+        ("bestlast", ([1, 4, 3], ["bakery", "harbour", "keeper"], 0)),
+        ("full", ([1, 3, 4], ["bakery", "keeper", "harbour"], 0)),
+    ],
+)
+async def test_every_way_of_asking_tells_it(llm: KVCacheLLM, policy: str, expected: Any) -> None:
+    engine = KVCacheQueryEngine.from_args(Fixed(), llm, policy=policy)
+    assert told(engine.query(QUESTION)) == told(await engine.aquery(QUESTION)) == expected
+    streaming: Any = KVCacheQueryEngine.from_args(Fixed(), llm, policy=policy, streaming=True)
+    stream = streaming.query(QUESTION)
+    assert "".join(stream.response_gen)
+    assert told(stream) == expected
+    stream = await streaming.aquery(QUESTION)
+    assert "".join([piece async for piece in stream.async_response_gen()])
+    assert told(stream) == expected
+    chat = KVCacheChatEngine.from_defaults(Fixed(), llm=llm, policy=policy)
+    assert told(chat.chat(QUESTION)) == told(await chat.achat(QUESTION)) == expected
+    spoken: Any = chat.stream_chat(QUESTION)
+    assert "".join(spoken.response_gen)
+    assert told(spoken) == expected
+    tool = QueryEngineTool.from_defaults(engine)
+    assert told(tool.call(QUESTION).raw_output) == expected
+
+
+def test_the_event_and_what_else_was_retrieved(llm: KVCacheLLM, recorder: Recorder) -> None:
+    """Further nodes stand behind those that were retrieved, so these keep their numbers."""
+    synthesizer = KVCacheSynthesizer(llm, policy="bestfew:1")
+    more = [NodeWithScore(node=TextNode(id_="bakery", text=TEXTS["bakery"]))]
+    response = synthesizer.synthesize(QUESTION, nodes(), more)
+    assert told(response)[0] == [3]
+    (event,) = recorder.of("KVCacheReuseEvent")
+    assert event.metrics == response.metadata["kv_cache"]  # type: ignore[index]  # it has some
+    nothing = synthesizer.synthesize(QUESTION, [])
+    found = (nothing.metadata or {})["kv_cache"]
+    assert (found["answered_from"], found["answered_from_ids"]) == ([], [])
+
+
+def test_texts_without_nodes_have_numbers_alone(llm: KVCacheLLM) -> None:
+    report: dict[str, Any] = {}
+    texts = [" ", TEXTS["bakery"], TEXTS["keeper"]]
+    KVCacheSynthesizer(llm, policy="bestfew:1").get_response(QUESTION, texts, kv_report=report)
+    assert (report["answered_from"], report["answered_from_ids"]) == ([2], [None])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("compact", ([3], ["keeper"], 2)),
+        # A call for each node, the last of which improve the answer of those before.
+        ("refine", ([1, 3, 4], ["bakery", "keeper", "harbour"], 0)),
+    ],
+)
+def test_where_llama_index_packs_the_nodes_too(
+    engine: Engine, mode: Any, expected: Any, streaming: bool
+) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=4, policy="bestfew:1")
+    packs = get_response_synthesizer(llm=llm, response_mode=mode, streaming=streaming)
+    response = RetrieverQueryEngine(Fixed(), response_synthesizer=packs).query(QUESTION)
+    assert str(response)
+    assert told(response) == expected
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+def test_messages_of_an_app_and_of_tools_tell_it_in_raw(engine: Engine) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="bestfew:1")
+    found = "\n\n".join(one.node.get_content() for one in Fixed().retrieve(QUESTION))
+    said: Any = llm.chat([ChatMessage(role="user", content=f"{found}\n\n{QUESTION}")]).raw
+    cost = said["kv_cache"]
+    # Of the chunks that were found in the prompt.
+    assert (cost["answered_from"], cost["answered_from_ids"]) == ([1], ["keeper"])
+    call = ToolCallBlock(tool_call_id="0", tool_name="search", tool_kwargs={})
+    result = {"tool_call_id": "0"}
+    messages = [
+        ChatMessage(role=MessageRole.USER, content=QUESTION),
+        ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
+        ChatMessage(role=MessageRole.TOOL, content=found, additional_kwargs=result),
+    ]
+    spoken: Any = llm.chat(messages).raw
+    cost = spoken["kv_cache"]
+    (place,) = cost["answered_from"]
+    assert cost["answered_from_ids"] == [("bakery", "keeper", "harbour")[place]]
+    assert cost["unused_chunks"] == 2
