@@ -53,7 +53,9 @@ def create_kvcache_rag_chain(
         find = RunnableLambda(_searched) | retriever
     else:
         find = retriever
-    answer = RunnableParallel({_MESSAGE: KVCacheRAG(llm, document_prompt=document_prompt)})
+    answer: RunnableParallel[Any] = RunnableParallel(
+        {_MESSAGE: KVCacheRAG(llm, document_prompt=document_prompt)}
+    )
     found = FirstStep({"context": find.with_config(run_name="retrieve_documents")})
     # Not `assign`, which makes a class that pickle does not find.
     told: Runnable[Any, dict[str, Any]] = RunnableGenerator(_told, _atold)
