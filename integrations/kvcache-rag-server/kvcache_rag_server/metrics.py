@@ -253,6 +253,9 @@ class ServerTelemetry:
         self._dropped = self._counter(
             "chunks_dropped", "Chunks left out because the prompt would not have fitted"
         )
+        self._unused = self._counter(
+            "chunks_unused", "Chunks left out because a policy answered from better ones"
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
@@ -303,6 +306,7 @@ class ServerTelemetry:
         for part in _PARTS:
             self._parts.labels(part).inc(getattr(metrics, part))
         self._dropped.inc(metrics.dropped_chunks)
+        self._unused.inc(metrics.unused_chunks)
 
     def _tier(self, name: str) -> str:
         """A tier's name as a label; beyond the first few, and for odd ones, "other"."""

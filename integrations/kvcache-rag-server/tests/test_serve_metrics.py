@@ -46,6 +46,7 @@ ANSWER = Answer(
         misses=1,
         auxiliary_misses=2,
         dropped_chunks=4,
+        unused_chunks=6,
     ),
     finish_reason="length",
 )
@@ -123,6 +124,7 @@ async def test_an_answer_is_counted_where_it_belongs() -> None:
         ("ttft_part_seconds_total", "part=choose"): 0.03,
         ("ttft_part_seconds_total", "part=recompute"): 0.05,
         ("chunks_dropped_total", ""): 4,
+        ("chunks_unused_total", ""): 6,
     }
     shown = {name: found.get((f"kvcache_rag_{name[0]}", name[1])) for name in expected}
     assert shown == pytest.approx(expected)
