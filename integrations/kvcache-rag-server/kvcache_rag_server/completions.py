@@ -16,7 +16,7 @@ from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, respond
-from kvcache_rag_server.requests import ChatRequest, CompletionRequest, work_of
+from kvcache_rag_server.requests import ChatRequest, CompletionRequest, numbers, work_of
 from kvcache_rag_server.responses import (
     ANSWERING,
     AssistantMessage,
@@ -25,7 +25,6 @@ from kvcache_rag_server.responses import (
     Completion,
     CompletionChoice,
     CompletionForm,
-    KVCacheReport,
     Usage,
     error_responses,
     plain,
@@ -58,7 +57,7 @@ class ChatForm(CompletionForm):
                 model=self.model,
                 choices=[ChatChoice(message=message, finish_reason=reason_of(answer))],
                 usage=Usage.of(answer.metrics),
-                kvcache=KVCacheReport.of(started, answer.metrics),
+                kvcache=self.report(started, answer),
             )
         )
 
@@ -96,7 +95,8 @@ def chat_router(context: AppContext) -> APIRouter:
         conversation.  With `"stream": true` the answer is a stream of server-sent events.
         """
         work = chat_work(context, caller, body)
-        form = ChatForm(work.id, context.settings.name, body.includes_usage)
+        places = numbers(body.documents or ())
+        form = ChatForm(work.id, context.settings.name, body.includes_usage, places)
         return await respond(context, request, caller, work, form, route="chat")
 
     return routes
@@ -153,7 +153,7 @@ class TextForm(CompletionForm):
                 model=self.model,
                 choices=[CompletionChoice(text=answer.text, finish_reason=reason_of(answer))],
                 usage=Usage.of(answer.metrics),
-                kvcache=KVCacheReport.of(started, answer.metrics),
+                kvcache=self.report(started, answer),
             )
         )
 
@@ -187,7 +187,8 @@ def completion_router(context: AppContext) -> APIRouter:
         is a stream of server-sent events.
         """
         work = completion_work(context, caller, body)
-        form = TextForm(work.id, context.settings.name, body.includes_usage)
+        places = numbers(body.documents or ())
+        form = TextForm(work.id, context.settings.name, body.includes_usage, places)
         return await respond(context, request, caller, work, form, route="completions")
 
     return routes

@@ -25,7 +25,7 @@ from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
-from kvcache_rag_server.requests import ChatRequest, Text
+from kvcache_rag_server.requests import ChatRequest, Text, numbers
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
 PAGE: Final = "index.html"
@@ -171,6 +171,12 @@ class Explanation(BaseModel):
     query_tokens: int
     choose: float = Field(description="Seconds for choosing tokens, where the policy does.")
     fresh_tokens: int = Field(description="Of chunks that are computed with the question.")
+    unused_chunks: int = Field(
+        description="Documents left out because the policy answers from better ones."
+    )
+    answered_from: list[int] = Field(
+        description="Numbers, from 0, of the documents in the prompt, in its order."
+    )
 
 
 def router(context: AppContext) -> APIRouter:
@@ -246,6 +252,8 @@ def router(context: AppContext) -> APIRouter:
                 explanation = await unless_left(request, context.backend.explain(work))
         except ClientLeft:
             return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(dict(explanation))
+        places = numbers(body.documents)
+        used = [places[at] for at in explanation["answered_from"]]
+        return JSONResponse({**explanation, "answered_from": used})
 
     return routes

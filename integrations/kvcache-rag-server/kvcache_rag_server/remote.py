@@ -436,18 +436,18 @@ class RemoteEngine(Reopened):
         documents: list[Any] = texts
         if scores is not None:
             documents = [{"text": text, "score": ranks[at]} for at, text in enumerate(texts)]
-        kept = list(range(len(texts)))
         # Of equal ones the first is better.
-        by_score = sorted(kept, key=lambda at: (ranks[at], -at))
+        by_score = sorted(range(len(texts)), key=lambda at: (ranks[at], -at))
         for dropped in range(len(texts) + 1):
-            left = [documents[at] for at in kept if at not in by_score[:dropped]]
+            left = sorted(by_score[dropped:])
             is_last = overflow == "error" or dropped == len(texts)
             yield _Asked(
                 self,
                 "/v1/chat/completions",
-                self._question(question, left, dict(options)),
+                self._question(question, [documents[at] for at in left], dict(options)),
                 replaced={"dropped_chunks": dropped, "prefix_mismatch": mismatch},
                 is_last=is_last,
+                places=tuple(left),
             )
             if is_last:
                 return
@@ -551,6 +551,7 @@ class _Asked:
         body: Its fields; `max_time` is for who waits.
         replaced: What the metrics say that the server does not know.
         is_last: Whether a prompt that is too long is an error.
+        places: Of the documents in the body, their numbers as they were given.
     """
 
     engine: RemoteEngine
@@ -558,6 +559,7 @@ class _Asked:
     body: dict[str, Any]
     replaced: Mapping[str, Any] = field(default_factory=dict)
     is_last: bool = True
+    places: tuple[int, ...] = ()
 
     def run(self, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """The whole answer, or what came of it until it was cut."""
@@ -602,7 +604,9 @@ class _Asked:
         answer = course.answer()
         if not course.opened.done():
             course.opened.set_result(None)
-        return replace(answer, metrics=replace(answer.metrics, **self.replaced))
+        used = tuple(map(self.places.__getitem__, answer.metrics.answered_from))
+        cost = replace(answer.metrics, **self.replaced, answered_from=used)
+        return replace(answer, metrics=cost)
 
     async def _whole(self, body: Mapping[str, Any], course: _Course) -> None:
         course.take(await self.engine._client.post(self.path, body))

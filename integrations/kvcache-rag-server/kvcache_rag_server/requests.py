@@ -124,7 +124,20 @@ def texts(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[str, 
     Args:
         documents: As they came.
     """
-    return tuple(dict.fromkeys(text for text in map(text_of, documents) if text.strip()))
+    return tuple(map(text_of, map(documents.__getitem__, numbers(documents))))
+
+
+def numbers(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[int, ...]:
+    """Of each chunk that `texts` has of documents, which document it is; of equal ones the first.
+
+    Args:
+        documents: As they came.
+    """
+    firsts: dict[str, int] = {}
+    for at, text in enumerate(map(text_of, documents)):
+        if text.strip():
+            firsts.setdefault(text, at)
+    return tuple(firsts.values())
 
 
 def scored(

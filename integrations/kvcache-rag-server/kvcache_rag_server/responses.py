@@ -5,7 +5,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
@@ -106,7 +106,14 @@ class KVCacheReport(BaseModel):
     hits: dict[str, int] = Field(description="Chunks found, by tier.")
     misses: int
     auxiliary_misses: int = Field(description="Chunks that the auxiliary model had not cached.")
-    dropped_chunks: int
+    dropped_chunks: int = Field(description="Documents that would not have fitted.")
+    unused_chunks: int = Field(
+        description="Documents left out because the policy answers from better ones."
+    )
+    answered_from: list[int] = Field(
+        description="Numbers, from 0, of the documents that the answer was computed from, in the "
+        "prompt's order."
+    )
     rounds: int
     prefix_mismatch: bool = Field(
         description="Whether the system message is not the instruction before the chunks; it then "
@@ -116,11 +123,12 @@ class KVCacheReport(BaseModel):
     not_deferred: str
 
     @classmethod
-    def of(cls, started: Started, metrics: Metrics) -> "KVCacheReport":
-        """What backend and engine say."""
+    def of(cls, started: Started, metrics: Metrics, numbers: Sequence[int]) -> "KVCacheReport":
+        """What backend and engine say; `numbers` are those of the chunks as documents."""
         costs = {
             name: value for name, value in metrics.to_dict().items() if name in cls.model_fields
         }
+        costs["answered_from"] = [numbers[at] for at in metrics.answered_from]
         return cls(
             **costs,
             queue_wait=started.queue_wait,
@@ -265,6 +273,7 @@ class CompletionForm(ABC):
         id: Of the answer.
         model: As it is served.
         includes_usage: Whether a stream ends with its usage.
+        numbers: Of each chunk, which document of the request it is.
         created: Seconds since the epoch.
     """
 
@@ -274,6 +283,7 @@ class CompletionForm(ABC):
     id: str
     model: str
     includes_usage: bool = False
+    numbers: tuple[int, ...] = ()
     created: int = field(default_factory=now)
 
     @abstractmethod
@@ -283,6 +293,10 @@ class CompletionForm(ABC):
     @abstractmethod
     def said(self, text: str) -> dict[str, Any]:
         """What a chunk's choice says of a piece of text; "" at the end."""
+
+    def report(self, started: Started, answer: Answer) -> KVCacheReport:
+        """What the answer cost."""
+        return KVCacheReport.of(started, answer.metrics, self.numbers)
 
     def opening(self) -> list[dict[str, Any]]:
         """First events of a stream: none."""
@@ -295,7 +309,7 @@ class CompletionForm(ABC):
     def closing(self, started: Started, answer: Answer) -> list[dict[str, Any]]:
         """The chunk with the reason and the cost, and the usage if it is wanted."""
         last = self.chunk(self.said(""), reason_of(answer))
-        last["kvcache"] = plain(KVCacheReport.of(started, answer.metrics))
+        last["kvcache"] = plain(self.report(started, answer))
         if not self.includes_usage:
             return [last]
         usage = plain(Usage.of(answer.metrics))

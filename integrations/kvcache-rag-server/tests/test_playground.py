@@ -173,7 +173,7 @@ class Noted(Scripted):
         self.explained = work
         if self.error is not None:
             raise self.error
-        return {"spans": []}
+        return {"spans": [], "answered_from": (2, 0)}
 
 
 async def post(
@@ -188,13 +188,19 @@ async def post(
 async def test_it_explains_what_a_chat_would_ask() -> None:
     backend = Noted()
     body = chat(
-        "Where?", documents=["one", {"text": "two"}, "one"], kvcache={"policy": "legolink:3"}
+        "Where?",
+        documents=["one", {"text": "two"}, "one", "three"],
+        kvcache={"policy": "legolink:3"},
     )
     body["messages"][:0] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert (await post(body, backend)).json() == {"spans": []}
+    assert (await post(body, backend)).json() == {"spans": [], "answered_from": [3, 0]}
     work = backend.explained
     assert work is not None
-    assert (work.question, work.chunks, work.policy) == ("Where?", ("one", "two"), LegoLink(3))
+    assert (work.question, work.chunks, work.policy) == (
+        "Where?",
+        ("one", "two", "three"),
+        LegoLink(3),
+    )
     assert work.history == (Message("user", "a"), Message("assistant", "b"))
     assert work.namespace == ""
 
@@ -267,6 +273,26 @@ async def test_the_best_chunk_is_explained_where_it_is_computed(reader: LocalBac
     assert set(states[first["start"] : first["stop"]]) == {"reused"}
     assert set(states[last["start"] :]) == {"computed"}
     assert last["stop"] - last["start"] == told["fresh_tokens"]
+
+
+async def test_documents_that_are_not_needed_are_told(reader: LocalBackend) -> None:
+    documents = [*DOCUMENTS[::-1], "", DOCUMENTS[1], "Lispan lies on the river Sarn."]
+    body = chat("Who founded Drenko?", documents=documents, kvcache={"policy": "bestfew:1"})
+    told = (await post(body, reader)).json()
+    async with client(build_app(reader, settings())) as http:
+        answered = (await http.post("/v1/chat/completions", json=body)).json()
+        sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        streamed = (await http.post("/v1/chat/completions", json=sent)).text
+    frames = [json.loads(one[6:]) for one in streamed.split("\n\n") if one.startswith("data: {")]
+    assert (told["answered_from"], told["unused_chunks"]) == ([1], 2), "as the client numbers them"
+    for found in (answered, frames[-2]):
+        cost = found["kvcache"]
+        assert (cost["answered_from"], cost["unused_chunks"]) == ([1], 2)
+        assert cost["dropped_chunks"] == 0
+    prompt = "".join(token["text"] for token in told["tokens"])
+    assert [one in prompt for one in DOCUMENTS] == [True, False]
+    for found in (answered, frames[-1]):
+        assert found["usage"]["prompt_tokens"] == len(told["tokens"]), "of the prompt answered"
 
 
 # ---------------------------------------------------------------------- where answers differ
