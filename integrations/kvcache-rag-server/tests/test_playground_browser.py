@@ -521,6 +521,7 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
             "policy": repr(work.policy),
             "gate": "",
             "query_tokens": 0,
+            "answered_from": [],
         }
 
     backend.explain = explain  # type: ignore[method-assign]  # nothing to explain
@@ -767,7 +768,15 @@ async def explained(work: BackendRequest) -> dict[str, Any]:
         {"kind": "query", "start": 3, "stop": 4, "tier": ""},
     ]
     counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
-    return {"tokens": tokens, "spans": spans, "policy": repr(work.policy), "gate": "", **counts}
+    counts |= {"unused_chunks": 0}
+    return {
+        "tokens": tokens,
+        "spans": spans,
+        "policy": repr(work.policy),
+        "gate": "",
+        **counts,
+        "answered_from": [*range(len(work.chunks))],
+    }
 
 
 def test_each_position_of_the_dial_says_what_it_costs(page: Page, url: str) -> None:

@@ -1,7 +1,7 @@
 // The two answers: a bar each as long as its first token took, text as it comes, and what each cost.
 
 import { inWords, named } from "./dial.js";
-import { count, element, plural, seconds, times } from "./text.js";
+import { count, element, plural, seconds, times, usedOf } from "./text.js";
 
 const ABOUT = 1.1; // a ratio of two times below which neither is sooner
 const [MOST_TOLD, LONGEST_TOLD] = [1, 32]; // differing parts that are told in words, and letters of each
@@ -13,6 +13,7 @@ const FIGURES = [
   ["cached tokens", ({ usage }) => usage && count(usage.prompt_tokens_details.cached_tokens)],
   ["computed tokens", (found) => computed(found)],
   ["chunks found", (found) => tiers(found.kvcache)],
+  ["answered from", ({ kvcache }) => kvcache && (usedOf(kvcache) || "all documents")],
 ];
 
 function rate({ usage, kvcache }) {
@@ -188,5 +189,6 @@ export function warmth(kvcache) {
     return `Cold: ${plural(misses, "chunk")} ${were} prefilled just now and kept; ask again to see it warm.`;
   }
   const found = sum(hits);
+  if (kvcache.unused_chunks) return found ? "Warm: the first document came from the cache." : "";
   return found ? `Warm: all ${plural(found, "chunk")} came from the cache.` : "";
 }

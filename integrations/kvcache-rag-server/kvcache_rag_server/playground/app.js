@@ -8,7 +8,7 @@ import { chunksOf } from "./files.js";
 import { Costs } from "./measured.js";
 import { PromptView } from "./prompt.js";
 import { ARTICLES, FACTS } from "./samples.js";
-import { count, plural } from "./text.js";
+import { count, plural, usedOf } from "./text.js";
 
 const DEBOUNCE = 200; // milliseconds between the last touch of the dial and what follows
 const MOST_TOKENS = 64; // of an answer
@@ -44,7 +44,7 @@ function stream(card, asked, policy, signal) {
 }
 
 // A policy under which explaining computes nothing, and that needs the same chunks as the dial's.
-const PEEKED = ["combination", "bestlast"];
+const PEEKED = ["bestfew", "bestlast", "combination"];
 const peeking = () => (PEEKED.includes(dial.chosen.id) ? dial.text : "reuse");
 
 function explain(asked, policy, signal) {
@@ -126,6 +126,7 @@ async function ask(signal) {
   state.full = await stream(cards.full, asked, "full", signal);
   race(cards, { full: state.full });
   costs.answered("full", state.full.kvcache?.ttft);
+  costs.filled(state.full);
   state.asked = asked;
   by("verdict").textContent = "… now from stitched chunks.";
   const policy = await stitched(asked, signal);
@@ -183,6 +184,7 @@ function showPosition() {
 }
 
 function show(explained, looked = new Set()) {
+  documents.mark(explained.answered_from);
   view.show(explained, looked);
   costs.explained(named(explained.policy), explained);
   costs.show(dial.text);
@@ -228,17 +230,16 @@ async function peek(signal) {
   const missing = fresh(explained).size;
   show(explained);
   if (!hasChunks(explained)) return;
-  note(
-    missing
-      ? `Not cached yet: ${missing} of ${plural(asked.documents.length, "document")}. Ask, or move the dial.`
-      : "All documents are cached. Ask, or move the dial.",
-  );
+  if (explained.unused_chunks) note(`${told(explained)} ${missing ? "The first is not cached yet" : "The first is cached"}. Ask, or move the dial.`);
+  else if (missing) note(`Not cached yet: ${missing} of ${plural(asked.documents.length, "document")}. Ask, or move the dial.`);
+  else note("All documents are cached. Ask, or move the dial.");
 }
 
 const hasChunks = ({ spans }) => spans.some((span) => span.kind === "chunk");
 
 function told(explained) {
-  const policy = inWords(named(explained.policy));
+  const used = usedOf(explained);
+  const policy = inWords(named(explained.policy)) + (used && ` from ${used}`);
   const { gate, recomputed_tokens: again, fresh_tokens: withIt, tokens, query_tokens: query } = explained;
   if (!hasChunks(explained)) return NO_DOCUMENTS;
   if (gate) return `The gate: ${gate}.`;
@@ -254,6 +255,7 @@ function note(text) {
 function edited() {
   state.asked = null;
   for (const card of [...Object.values(cards), view]) card.markStale();
+  documents.mark(null);
   soon(peek, 2 * DEBOUNCE);
 }
 

@@ -41,6 +41,18 @@ export class Documents {
     if (focus) field.focus();
   }
 
+  // Numbers of the texts that an answer is computed from, the others are said to be left out; null
+  // where nobody knows.
+  mark(used) {
+    let at = 0;
+    for (const item of this.list.children) {
+      const isAsked = item.querySelector("textarea").value.trim();
+      item.classList.toggle("unused", Boolean(isAsked && used && !used.includes(at)));
+      if (isAsked) at += 1;
+    }
+    this.#number();
+  }
+
   #changed() {
     this.isSample = false;
     this.onChange();
@@ -65,7 +77,7 @@ export class Documents {
       field.id = `document-${index + 1}`;
       label.htmlFor = field.id;
       const { source } = item.dataset;
-      label.textContent = `Document ${index + 1}${source && ` of ${source}`}`;
+      label.textContent = `Document ${index + 1}${source && ` of ${source}`}${item.classList.contains("unused") ? ", not used" : ""}`;
       button.setAttribute("aria-label", `Take away document ${index + 1}`);
     });
   }

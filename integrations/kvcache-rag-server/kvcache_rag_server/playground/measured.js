@@ -23,12 +23,19 @@ export class Costs {
     return this.found.get(policy);
   }
 
-  explained(policy, { tokens, query_tokens: query, recomputed_tokens, fresh_tokens }) {
+  explained(policy, { tokens, query_tokens: query, recomputed_tokens, fresh_tokens, unused_chunks: left }) {
     const again = recomputed_tokens + fresh_tokens;
     const all = tokens.length - query;
     const isFull = tokens[0]?.state === "computed";
     Object.assign(this.#of(policy), { tokens: isFull ? all : again, all });
-    this.#of("full").tokens = this.#of("full").all = all;
+    if (!left) Object.assign(this.#of("full"), { tokens: all, all });
+  }
+
+  // Of a full prefill's answer, as a policy that leaves documents out is explained without them.
+  filled({ usage, kvcache }) {
+    if (!usage || !kvcache) return;
+    const all = usage.prompt_tokens - kvcache.query_tokens;
+    if (all) Object.assign(this.#of("full"), { tokens: all, all });
   }
 
   answered(policy, ttft) {

@@ -48,9 +48,11 @@ export class PromptView {
     this.drawn = [];
     let chunk = 0;
     for (const span of explained.spans) {
-      const number = span.kind === "chunk" ? ++chunk : 0;
-      if (span.stop > span.start) this.spans.append(this.#section(span, number, fresh.has(number - 1)));
+      const at = span.kind === "chunk" ? chunk++ : -1;
+      const number = at < 0 ? 0 : explained.answered_from[at] + 1; // in the list of documents
+      if (span.stop > span.start) this.spans.append(this.#section(span, number, fresh.has(at)));
     }
+    if (explained.unused_chunks) this.spans.append(this.#unused(explained));
     const left = explained.tokens.length - this.drawn.length;
     if (this.at in this.drawn) this.#choose(this.at);
     else this.#forget();
@@ -99,6 +101,15 @@ export class PromptView {
     }
     section.append(head, body);
     section.dataset.name = name;
+    return section;
+  }
+
+  // What is not in the prompt, which has nothing else to show of it.
+  #unused({ answered_from: used, unused_chunks: left }) {
+    const all = Array.from({ length: used.length + left }, (_, at) => at);
+    const numbers = all.filter((at) => !used.includes(at)).map((at) => at + 1);
+    const section = element("div", "span unused");
+    section.append(element("p", "span-head", `Not in the prompt · ${numbers.length === 1 ? "document" : "documents"} ${numbers.join(", ")}`));
     return section;
   }
 

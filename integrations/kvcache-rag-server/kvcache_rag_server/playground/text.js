@@ -12,6 +12,12 @@ export const count = (number) => number.toLocaleString("en");
 
 export const times = (ratio) => `${ratio.toFixed(ratio < 10 ? 1 : 0)}×`;
 
+// "document 3 of 8", where an answer left others out; "" where it had all of them.
+export function usedOf({ answered_from: used = [], unused_chunks: left = 0 }) {
+  const numbers = used.map((at) => at + 1).join(", ");
+  return left ? `document${used.length === 1 ? "" : "s"} ${numbers} of ${used.length + left}` : "";
+}
+
 // Its text is text: nothing in it is ever markup.
 export function element(name, className = "", text = "") {
   const made = document.createElement(name);
