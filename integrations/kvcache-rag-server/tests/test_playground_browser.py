@@ -390,6 +390,31 @@ def test_the_best_chunk_is_computed_with_the_question(page: Page, url: str) -> N
     } == {"token computed"}
 
 
+def test_documents_that_are_not_used_are_shown_as_such(page: Page, url: str) -> None:
+    page.open(url)
+    page.dial("bestfew")
+    page.ask()
+    page.ask()
+    assert page.text("#stitched [data-part=text]") == "Sarn"
+    found = re.match(r"Best few from documents? ([\d, ]+) of 6: ", page.text("#prompt-note"))
+    assert found
+    used = found[1].split(", ")
+    assert "4" in used, "which says where Lispan lies"
+    assert [label.endswith(", not used") for label in page.sources()] == [
+        str(number) not in used for number in range(1, 7)
+    ]
+    heads = [head.text.split(" \u00b7 ")[0] for head in page.all("#spans .chunk .span-head")]
+    assert heads == [f"Document {number}" for number in used]
+    unused = page.text("#spans .unused").rpartition(" \u00b7 ")[2]
+    assert re.findall(r"\d", unused) == [one for one in "123456" if one not in used]
+    assert page.text("#warmth") == "Warm: the first document came from the cache."
+    assert page.text("#stitched dl").splitlines()[-1].startswith("document")
+    assert page.text("#full dl").splitlines()[-1] == "all documents"
+    page.dial("reuse")
+    assert not [label for label in page.sources() if "not used" in label]
+    assert not page.all("#spans .unused")
+
+
 def test_the_dial_starts_at_the_servers_policy(page: Page) -> None:
     with (
         tiny_backend() as backend,
@@ -464,7 +489,7 @@ def smollm2_url() -> Iterator[str]:
 def test_where_the_dial_starts_smollm2_answers(page: Page, smollm2_url: str) -> None:
     page.open(smollm2_url)
     warned, right = reuse_warning(Reuse(), trained=False), "180 kilograms"
-    assert page.find("#policy").get_attribute("value") == "bestlast"
+    assert page.find("#policy").get_attribute("value") == "bestfew"
     assert page.text("#warning") == ""
     Select(page.find("#sample")).select_by_index(3)  # which shows what reuse alone loses
     page.settled()
@@ -473,7 +498,7 @@ def test_where_the_dial_starts_smollm2_answers(page: Page, smollm2_url: str) -> 
     page.ask()
     assert right in page.text("#full [data-part=text]")
     assert right not in page.text("#stitched [data-part=text]")
-    for policy in ("bestlast", "prophetkv"):
+    for policy in ("bestfew", "bestlast", "prophetkv"):
         page.dial(policy)
         assert right in page.text("#stitched [data-part=text]"), policy
         assert page.text("#warning") == ""

@@ -34,7 +34,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> Prefills:
     return Prefills(monkeypatch)
 
 
-@pytest.mark.parametrize("policy", [None, "cacheblend:0.3", "combination"])
+@pytest.mark.parametrize("policy", [None, "cacheblend:0.3", "combination", "bestfew:2"])
 @pytest.mark.parametrize("where", ["cpu", "same"])
 async def test_who_waits_finds_its_chunks_ready(
     where: str, policy: str | None, prefills: Prefills, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +70,11 @@ async def test_who_waits_finds_its_chunks_ready(
         valve.open.set()
         await backend.close()
     assert max(prefills.counts.values()) == 1
-    assert sum(prefills.by_chunk) == (1 if policy == "combination" else 3)
+    # All of a combination together; of the best two one, as the other comes with the question.
+    assert sum(prefills.by_chunk) == (1 if policy in ("combination", "bestfew:2") else 3)
+    if policy == "bestfew:2":
+        assert prefills.by_chunk == [1, 0, 0, 0]
+        assert last.answer.metrics.answered_from == (0, 1)
     assert not serve_threads()
 
 

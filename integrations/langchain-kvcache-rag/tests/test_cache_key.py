@@ -340,15 +340,19 @@ def test_prompts_over_other_chunks_share_no_key() -> None:
         return [HumanMessage("?"), call, ToolMessage("found", tool_call_id="1", artifact=documents)]
 
     scored = Document("one", metadata={"relevance_score": 0.5})
+    # Which documents answer hangs on their scores.
+    higher = Document("one", metadata={"relevance_score": 0.75})
     prompts = [
         over("?", "one"),
         over("?", "two"),
         over("?", "one", "two"),
         over("?", "two", "one"),
         [HumanMessage([document_block(scored), "?"])],
+        [HumanMessage([document_block(higher), "?"])],
         found([Document("one")]),
         found([Document("two")]),
         found([scored]),
+        found([higher]),
         found([Document("one", metadata={"relevance_score": torch.tensor(0.5).numpy()})]),
         found([]),
     ]

@@ -60,7 +60,7 @@ export class Costs {
 
   // How many times sooner than full prefill its first tokens came.
   #sooner(policy, ttfts) {
-    const full = this.found.get("full").ttfts;
+    const full = this.found.get("full")?.ttfts ?? [];
     return policy !== "full" && full.length && ttfts.length ? times(median(full) / median(ttfts)) : "–";
   }
 
