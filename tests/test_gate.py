@@ -13,6 +13,7 @@ from small import make_model, make_tokenizer
 from verdicts import REUSE, make_verdict
 
 from kvcache_rag import (
+    BestFew,
     CacheClip,
     Combination,
     DiskStore,
@@ -153,6 +154,32 @@ def test_what_equals_full_prefill_always_passes(plain: Engine, tmp_path: Path) -
     engine = make_engine(store=lossy[0], combinations=lossy[1], gate=empty)
     answer = engine.generate(QUESTION, TEXTS, policy=Combination(), max_new_tokens=2)
     assert "does not cover Combination()" in answer.metrics.gate
+
+
+def test_it_decides_before_chunks_are_chosen(plain: Engine) -> None:
+    """A full prefill reads all chunks, also in place of a policy that would read few."""
+    policy = BestFew(1)
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 6}
+    engine = make_engine(gate=make_verdict(plain.identity, {REUSE: 1.0}))
+    answer = engine.generate(QUESTION, TEXTS, **options)
+    full = plain.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=6)
+    assert f"does not cover {policy!r}" in answer.metrics.gate
+    assert answer.token_ids == full.token_ids
+    assert answer.metrics.answered_from == (0, 1, 2)
+    assert (answer.metrics.unused_chunks, answer.metrics.policy) == (0, repr(FullRecompute()))
+    batch = engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS[:1])], **options)
+    assert [one.metrics.answered_from for one in batch] == [(0, 1, 2), (0,)]
+    told = engine.explain(QUESTION, TEXTS, policy=policy)
+    assert [span.kind for span in told.spans].count("chunk") == 3
+    assert engine.needed(TEXTS, policy, question=QUESTION) == []
+    long = ["".join(text for _ in range(6)) for text in TEXTS]
+    assert engine.generate(QUESTION, long, overflow="refine", **options).metrics.rounds > 1
+    # What it lets through chooses.
+    let = make_engine(gate=make_verdict(plain.identity, {repr(policy): 1.0}))
+    metrics = let.generate(QUESTION, TEXTS, **options).metrics
+    assert (metrics.gate, metrics.answered_from, metrics.unused_chunks) == ("", (0,), 2)
+    assert let.needed(TEXTS, policy, question=QUESTION) == let.keys(TEXTS[:1])
+    assert let.generate(QUESTION, long, overflow="refine", **options).metrics.rounds == 1
 
 
 class _Scores:

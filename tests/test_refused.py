@@ -1,4 +1,7 @@
-"""A model whose chunks cannot be stitched: it answers by full prefill, and says so once."""
+"""A model whose chunks cannot be stitched: what it cannot do is told once, and a full prefill done.
+
+One chunk is reused where it was prefilled, which is all that `BestFew` asks of a model.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,106 @@ import pytest
 from serve_fakes import MODEL, chat, client, settings
 from zoo import REFUSED, build, byte_tokenizer
 
-from kvcache_rag import CacheBlend, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import (
+    BestFew,
+    BestLast,
+    CacheBlend,
+    Engine,
+    FullRecompute,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+)
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.integration import RowPrefiller
+from kvcache_rag.models.adapters import note_training
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend
 
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
+MORE = ["No word of it.", *TEXTS, "Nor here."]
 QUESTION = "Who sat?"
-IMMOVABLE = ["gpt2", "opt", "hunyuan"]
+IMMOVABLE = [name for name in ("gpt2", "opt", "hunyuan") if name in REFUSED]
+KEEPING_NOTHING = [name for name in REFUSED if name not in IMMOVABLE]
 SAID = "it answers by full prefill, as with policy=FullRecompute"
 
 
-def make_engine(name: str, **options: Any) -> Engine:
+def make_engine(name: str, *, trained: bool = False, **options: Any) -> Engine:
+    model = build(name)
+    note_training(model.config, blocks=trained)
     template = PromptTemplate(system="Read.\n")
-    return Engine(build(name), byte_tokenizer(), template=template, **options)
+    return Engine(model, byte_tokenizer(), template=template, **options)
+
+
+def best_of(texts: list[str]) -> list[str]:
+    """What the default answers from."""
+    return [texts[index] for index in BestFew().chosen(Retrieved(QUESTION, tuple(texts)))]
+
+
+@pytest.mark.parametrize("name", IMMOVABLE)
+async def test_the_best_few_need_not_move(name: str) -> None:
+    """Law: they are answered from as by a full prefill of them, the first out of the store."""
+    engine, few = make_engine(name), best_of(MORE)
+    assert REFUSED[name][2] in engine.refusal
+    assert (engine.policy, engine.why_useless) == (BestFew(), "")
+    assert few[0] == TEXTS[0]
+    full = engine.generate(QUESTION, few, policy=FullRecompute(), max_new_tokens=4)
+    # Not a word: warnings are errors here.
+    keys = engine.add(MORE)
+    answer = engine.generate(QUESTION, MORE, max_new_tokens=4)
+    assert answer.token_ids == full.token_ids
+    assert answer.metrics.policy == repr(BestFew())
+    assert answer.metrics.reused_tokens == keys[1].tokens
+    assert answer.metrics.prefilled_tokens == answer.metrics.misses == 0
+    assert engine.needed(MORE, engine.policy, question=QUESTION) == keys[1:2]
+    assert "".join(engine.stream(QUESTION, MORE, max_new_tokens=4)) == full.text
+    assert (await engine.agenerate(QUESTION, MORE, max_new_tokens=4)).text == full.text
+    batch = engine.generate_batch([(QUESTION, MORE), (QUESTION, few[:1])], max_new_tokens=4)
+    alone = engine.generate(QUESTION, few[:1], policy=FullRecompute(), max_new_tokens=4)
+    assert [one.token_ids for one in batch] == [full.token_ids, alone.token_ids]
+    assert {one.metrics.policy for one in batch} == {repr(BestFew())}
+    tenant = engine.in_namespace("other").generate(QUESTION, MORE, max_new_tokens=4)
+    assert (tenant.token_ids, tenant.metrics.misses) == (full.token_ids, 1)
+    explained = engine.explain(QUESTION, MORE)
+    assert {token.state for token in explained.tokens[: explained.spans[2].start]} == {"reused"}
+    # What moves chunks is refused as before, and says what works.
+    with pytest.raises(UnsupportedModelError, match=r"FullRecompute\(\)"):
+        engine.generate(QUESTION, MORE, policy=BestLast(0.2), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("name", KEEPING_NOTHING)
+async def test_where_nothing_is_kept_the_best_few_are_prefilled_and_it_is_said_once(
+    name: str,
+) -> None:
+    engine, few = make_engine(name), best_of(MORE)
+    assert engine.policy == BestFew()
+    assert engine.why_useless == engine.refusal != ""
+    full = engine.generate(QUESTION, few, policy=FullRecompute(), max_new_tokens=4)
+    with pytest.warns(UserWarning, match=SAID) as said:
+        answer = engine.generate(QUESTION, MORE, max_new_tokens=4)
+    assert len(said) == 1
+    assert REFUSED[name][2] in str(said[0].message)
+    assert answer.token_ids == full.token_ids
+    metrics = answer.metrics
+    assert metrics.policy == repr(FullRecompute())
+    assert metrics.answered_from[0] == 1
+    assert metrics.unused_chunks == len(MORE) - len(few)
+    assert metrics.reused_tokens == engine.store.stats().puts == 0
+    # From now on not a word.
+    assert "".join(engine.stream(QUESTION, MORE, max_new_tokens=4)) == full.text
+    assert (await engine.agenerate(QUESTION, MORE, max_new_tokens=4)).text == full.text
+    asked: list[Any] = [(QUESTION, MORE), (QUESTION, few[:1]), (QUESTION, [])]
+    batch = engine.generate_batch(asked, max_new_tokens=4)
+    if name != "rwkv":  # whose batches in transformers are not what their rows are alone
+        assert batch[0].token_ids == full.token_ids
+    assert {token.state for token in engine.explain(QUESTION, MORE).tokens} == {"computed"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_it_answers_by_full_prefill_and_says_so_once(name: str) -> None:
-    engine = make_engine(name)
+    """Trained for blocks, so that plain reuse is what nobody insists on."""
+    engine = make_engine(name, trained=True)
     assert REFUSED[name][2] in engine.refusal
     full = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=4)
     with pytest.warns(UserWarning, match=SAID) as said:
@@ -53,20 +136,20 @@ async def test_it_answers_by_full_prefill_and_says_so_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("policy", [Reuse(), CacheBlend(0.5)], ids=repr)
+@pytest.mark.parametrize("policy", [Reuse(), CacheBlend(0.5), BestLast()], ids=repr)
 def test_who_insists_is_told_what_works(name: str, policy: Any) -> None:
     for engine, options in (
         (make_engine(name), {"policy": policy}),
         (make_engine(name, policy=policy), {}),
     ):
         with pytest.raises(UnsupportedModelError, match=r"FullRecompute\(\)") as caught:
-            engine.generate(QUESTION, TEXTS, max_new_tokens=2, **options)
+            engine.generate(QUESTION, MORE, max_new_tokens=2, **options)
         assert REFUSED[name][2] in str(caught.value)
 
 
 @pytest.mark.parametrize("name", IMMOVABLE)
 def test_a_single_chunk_need_not_move(name: str) -> None:
-    engine = make_engine(name)
+    engine = make_engine(name, trained=True)
     engine.generate(QUESTION, TEXTS[:1], max_new_tokens=4)
     one = engine.generate(QUESTION, TEXTS[:1], max_new_tokens=4)
     full = engine.generate(QUESTION, TEXTS[:1], policy=FullRecompute(), max_new_tokens=4)
@@ -76,9 +159,30 @@ def test_a_single_chunk_need_not_move(name: str) -> None:
     assert one.token_ids == full.token_ids
 
 
-@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
-def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
+@pytest.mark.parametrize("name", IMMOVABLE)
+def test_chunks_that_stay_where_they_are_are_prefilled_at_ingestion(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
+    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
+    references = prefilling.prefill(["a", "b"], TEXTS)
+    keys = engine.keys(TEXTS)
+    assert [one and one.key for one in references] == [key.digest for key in keys]
+    assert all(map(engine.store.contains, keys))
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
+    assert (metrics.misses, metrics.hits) == (0, {"memory": 1})
+
+
+NOBODY: list[tuple[str, dict[str, Any]]] = [
+    ("recurrent_gemma", {}),
+    ("rwkv", {}),
+    ("gpt2", {"trained": True}),
+    ("gpt2", {"policy": BestLast()}),
+    ("gpt2", {"policy": FullRecompute()}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), NOBODY, ids=str)
+def test_nothing_is_stored_that_nobody_could_use(name: str, options: dict[str, Any]) -> None:
+    engine = make_engine(name, store=MemoryStore(), **options)
     prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=SAID) as said:
         assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
@@ -89,23 +193,35 @@ def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
 
 def test_what_is_stored_all_the_same_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=SAID):
-        make_engine("gpt2").add(TEXTS)
+        make_engine("gpt2", trained=True).add(TEXTS)
     with pytest.raises(UnsupportedModelError, match=REFUSED["recurrent_gemma"][2]):
         make_engine("recurrent_gemma").add(TEXTS)
 
 
 def test_other_models_have_nothing_to_say() -> None:
     engine = make_engine("qwen2")
-    assert engine.refusal == ""
+    assert engine.refusal == engine.why_useless == ""
+    assert make_engine("qwen2", policy=FullRecompute()).why_useless == ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.add(TEXTS)
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.reused_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
-async def test_a_server_answers_too(name: str) -> None:
-    backend = LocalBackend(make_engine(name), name=MODEL)
+async def test_a_server_reuses_what_need_not_move() -> None:
+    backend = LocalBackend(make_engine("gpt2"), name=MODEL)
+    body = chat(QUESTION, documents=TEXTS, max_tokens=4)
+    async with client(build_app(backend, settings())) as http:
+        replies = [await http.post("/v1/chat/completions", json=body) for _ in range(2)]
+    await backend.close()
+    said = [reply.json()["kvcache"] for reply in replies]
+    assert [one["policy"] for one in said] == [repr(BestFew())] * 2
+    assert said[1]["reused_tokens"] > 0
+
+
+@pytest.mark.parametrize(("name", "trained"), [("gpt2", True), ("recurrent_gemma", False)])
+async def test_a_server_answers_too(name: str, trained: bool) -> None:
+    backend = LocalBackend(make_engine(name, trained=trained), name=MODEL)
     body = chat(QUESTION, documents=TEXTS, max_tokens=4)
     async with client(build_app(backend, settings())) as http:
         with pytest.warns(UserWarning, match=SAID) as said:

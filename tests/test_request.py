@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
+    BestFew,
     BestLast,
     Combination,
     DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
+    MemoryStore,
+    Metrics,
     PromptTemplate,
     Reuse,
 )
@@ -290,7 +293,9 @@ def test_law_what_a_reference_says_of_a_length_changes_no_answer(
     assert store.stats().corrupt == 0
 
 
-@pytest.mark.parametrize("policy", [Reuse(), BestLast(), FullRecompute(), Combination()], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [Reuse(), BestLast(), BestFew(12), FullRecompute(), Combination()], ids=repr
+)
 @pytest.mark.parametrize("rotation", ["copied", "deferred"])
 @pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
 def test_law_references_that_say_too_little_are_treated_as_overflow_says(
@@ -332,3 +337,214 @@ def test_law_references_that_say_too_little_are_treated_as_overflow_says(
     if overflow == "drop_lowest":
         batch = engine.generate_batch([("Which?", rows), ("Who?", texts[:1])], **options)
         assert batch[0].token_ids == expected.token_ids
+
+
+# ---------------------------------------------------------------------- what is answered from
+def few(count: int, **options: Any) -> dict[str, Any]:
+    """Options of an answer from the best chunks: nothing of the texts is in the question."""
+    return {"max_new_tokens": NEW, "policy": BestFew(count), **options}
+
+
+TOO_LONG = "x" * 500
+
+
+@pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
+def test_only_what_is_answered_from_has_to_fit(small: Engine, mode: Any) -> None:
+    expected = small.generate("Who?", texts(2), **few(2))
+    for others in (texts(9)[2:], [TOO_LONG] * 3):
+        found = small.generate("Who?", [*texts(2), *others], **few(2, overflow=mode))
+        assert found.token_ids == expected.token_ids
+        assert found.metrics.rounds == 1
+        assert found.metrics.dropped_chunks == 0
+        assert found.metrics.unused_chunks == len(others)
+        assert found.metrics.prompt_tokens == expected.metrics.prompt_tokens
+
+
+def test_error_refuses_a_chosen_chunk_that_is_too_long(small: Engine) -> None:
+    chunks = [*texts(1), TOO_LONG, *texts(3)[1:]]
+    for ask in (small.generate, small.logits, small.explain):
+        with pytest.raises(ContextTooLongError, match="chunk 1 has 501 tokens"):
+            ask("Who?", chunks, policy=BestFew(2))
+    assert small.generate("Who?", chunks, **few(1)).metrics.answered_from == (0,)
+    with pytest.raises(ContextTooLongError, match="the chunks have 160 tokens"):
+        small.generate("Who?", texts(5), **few(4))
+
+
+@pytest.mark.parametrize("mode", ["drop_lowest", "refine"])
+def test_in_place_of_a_chosen_chunk_that_does_not_fit_the_next_one_is_taken(
+    small: Engine, mode: Any
+) -> None:
+    letters = texts(3)
+    for chunks, answered in (
+        ([TOO_LONG, *letters], (1, 2)),
+        ([letters[0], TOO_LONG, *letters[1:]], (0, 2)),
+        ([letters[0], TOO_LONG, TOO_LONG, letters[1]], (0, 3)),
+        ([*letters, TOO_LONG], (0, 1)),
+    ):
+        metrics = small.generate("Who?", chunks, **few(2, overflow=mode)).metrics
+        assert metrics.answered_from == answered
+        assert metrics.dropped_chunks == answered[1] - 1  # as many as were too long before it
+        assert metrics.unused_chunks == len(chunks) - 2 - metrics.dropped_chunks
+        assert (
+            metrics.prompt_tokens
+            == small.generate("Who?", letters[:2], **few(2)).metrics.prompt_tokens
+        )
+    by_score = small.generate(
+        "Who?", [*letters, TOO_LONG], **few(2, overflow=mode, scores=[1, 3, 2, 4])
+    ).metrics
+    assert (by_score.answered_from, by_score.dropped_chunks) == ((1, 2), 1)
+    # Fewer than were chosen, where no more fit; and none that fits is named.
+    less = small.generate("Who?", texts(6), **few(5, overflow=mode)).metrics
+    assert (less.answered_from, less.dropped_chunks, less.unused_chunks) == ((0, 1, 2), 3, 0)
+    with pytest.raises(ContextTooLongError, match="chunk 0 has 501 tokens"):
+        small.generate("Who?", [TOO_LONG, TOO_LONG], **few(1, overflow=mode))
+    with pytest.raises(ContextTooLongError, match="shorten the question or the history"):
+        small.generate("Who? " * 60, letters, **few(2, overflow=mode))
+
+
+def test_a_batch_of_the_best_few_that_do_not_all_fit(small: Engine) -> None:
+    asked: list[Any] = [("Who?", [TOO_LONG, *texts(3)]), ("What?", texts(1)), ("x", [])]
+    options = few(2, overflow="drop_lowest")
+    batch = small.generate_batch(asked, **options)
+    alone = [small.generate(*one, **options) for one in asked]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in alone]
+    assert [one.metrics.dropped_chunks for one in batch] == [1, 0, 0]
+    assert [one.metrics.answered_from for one in batch] == [(1, 2), (0,), ()]
+    assert [one.metrics.unused_chunks for one in batch] == [1, 0, 0]
+    # There is one round, so that a batch may ask for several.
+    assert small.generate_batch([("Who?", texts(6))], **few(2, overflow="refine"))
+
+
+def test_numbers_of_what_is_answered_from_are_those_that_were_given(small: Engine) -> None:
+    def answered(chunks: list[str], policy: Any, **options: Any) -> tuple[int, ...]:
+        metrics = small.generate(
+            "Who?", chunks, **{"policy": policy, "max_new_tokens": NEW, **options}
+        ).metrics
+        assert Metrics.from_dict(metrics.to_dict()) == metrics
+        return metrics.answered_from
+
+    scores = (0.5, 2.0, 1.0)
+    for policy in (Reuse(), FullRecompute(), Combination()):
+        assert answered(texts(3), policy) == answered(texts(3), policy, scores=scores) == (0, 1, 2)
+        assert answered([], policy) == ()
+        dropping = {"overflow": "drop_lowest"}
+        assert answered(texts(5), policy, **dropping) == (0, 1, 2)
+        kept = answered(texts(5), policy, scores=(1, 5, 2, 3, 4), **dropping)
+        assert kept == (1, 3, 4)
+        assert answered(texts(6), policy, overflow="refine") == (0, 1, 2, 3, 4, 5)
+    assert answered(texts(3), BestLast()) == (1, 2, 0)
+    assert answered(texts(3), BestLast(), scores=scores) == (0, 2, 1)
+    assert answered(texts(3), BestLast(0.6)) == (2, 1, 0)
+    several = answered(texts(6), BestLast(), overflow="refine")
+    assert several[:3] == (1, 2, 0)
+    assert sorted(several) == [*range(6)]
+    assert answered(texts(5), BestLast(), overflow="drop_lowest") == (1, 2, 0)
+    for count in (1, 2, 3):
+        assert answered(texts(5), BestFew(count)) == (0, 1, 2)[:count]
+        assert answered(texts(3), BestFew(count), scores=scores) == (1, 2, 0)[:count]
+    assert small.complete("Who", max_new_tokens=1).metrics.answered_from == ()
+
+
+def test_what_is_not_answered_from_is_neither_read_nor_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    keys = engine.add(texts(4))
+    rows = [StoredChunk(key, text) for key, text in zip(keys, texts(4), strict=True)]
+    encoded: list[str] = []
+    looked_up: list[str] = []
+    chunk_ids = type(access.renderer(engine)).chunk_ids
+    contains, get = MemoryStore.contains, MemoryStore.get
+
+    def reading(self: Any, text: str) -> Any:
+        encoded.append(text)
+        return chunk_ids(self, text)
+
+    def containing(self: Any, key: Any) -> Any:
+        looked_up.append(key)
+        return contains(self, key)
+
+    def getting(self: Any, key: Any, *more: Any, **options: Any) -> Any:
+        looked_up.append(key)
+        return get(self, key, *more, **options)
+
+    monkeypatch.setattr(type(access.renderer(engine)), "chunk_ids", reading)
+    monkeypatch.setattr(MemoryStore, "contains", containing)
+    monkeypatch.setattr(MemoryStore, "get", getting)
+    for mode in ("error", "drop_lowest"):
+        for chunks in (rows, texts(4), keys):
+            engine.generate("Who?", chunks, **few(2, overflow=mode))
+            engine.generate("Who?", chunks, **few(2, overflow=mode, scores=[1, 4, 3, 2]))
+            engine.needed(chunks, BestFew(2), question="Who?")
+    assert not {*encoded} - {*texts(3)}
+    assert not {*looked_up} - {*keys[:3]}
+    assert {*texts(2)} <= {*encoded}
+    assert {*keys[:2]} <= {*looked_up}, "what is answered from is counted here"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("  ", "chunk 3 is empty; leave it out"),
+        ("", "chunk 3 is empty; leave it out"),
+        (5, "chunk 3 is a int; give a text, ChunkKey or StoredChunk"),
+        (None, "chunk 3 is a NoneType; give a text"),
+        (["a"], "chunk 3 is a list; give a text"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
+def test_what_is_no_chunk_is_refused_also_if_it_is_not_answered_from(
+    small: Engine, mode: Any, wrong: Any, said: str
+) -> None:
+    chunks = [*texts(3), wrong]
+    with pytest.raises(InvalidInputError, match=said):
+        small.generate("Who?", chunks, **few(1, overflow=mode))
+    with pytest.raises(InvalidInputError, match=said):
+        small.needed(chunks, BestFew(1), question="Who?")
+    with pytest.raises(InvalidInputError, match=said):
+        small.explain("Who?", chunks, policy=BestFew(1))
+
+
+def test_one_chunk_is_needed_by_words_and_scores() -> None:
+    engine = make_engine()
+    chunks = ["Bananas are sweet.", "The bridge of Torgau.", "Apples are, too."]
+    keys = engine.keys(chunks)
+    asked = "Where is the bridge of Torgau?"
+    for policy in (BestFew(), BestFew(1), BestFew(3)):
+        assert engine.needed(chunks, policy, question=asked) == [keys[1]]
+        assert engine.needed(chunks, policy) == [keys[0]]
+        assert engine.needed(chunks, policy, (0.0, 0.1, 5.0)) == [keys[2]]
+        assert engine.needed([], policy, question=asked) == []
+        answer = engine.generate(asked, chunks, policy=policy, max_new_tokens=1)
+        assert answer.metrics.answered_from[0] == 1
+        assert engine.store.contains(keys[1])
+    assert not engine.store.contains(keys[0])
+    assert not engine.store.contains(keys[2])
+
+
+def test_what_is_explained_is_what_is_answered(small: Engine) -> None:
+    chunks = texts(6)
+    for options in ({}, {"scores": (1.0, 3.0, 2.0, 0.0, 0.5, 0.1)}):
+        for count in (1, 2, 3):
+            policy = BestFew(count)
+            metrics = small.generate("Who?", chunks, **few(count, **options)).metrics
+            told = small.explain("Who?", chunks, policy=policy, **options)
+            assert told.policy == metrics.policy == repr(policy)
+            chosen = [chunks[index] for index in metrics.answered_from]
+            ids = small.tokenize("Who?", chosen)
+            assert tuple(token.id for token in told.tokens) == tuple(ids.all)
+            assert metrics.prompt_tokens == len(ids.all) == len(told.tokens)
+            again = small.generate("Who?", chunks, **few(count, **options)).metrics
+            for name in ("reused_tokens", "fresh_tokens", "query_tokens", "recomputed_tokens"):
+                assert getattr(again, name) == getattr(told, name), name
+            kinds = [span.kind for span in told.spans]
+            assert kinds == ["prefix", *["chunk"] * count, "query"]
+            assert [bool(span.tier) for span in told.spans[1:-1]] == [True, *[False] * (count - 1)]
+
+
+def test_scores_may_come_one_by_one(small: Engine) -> None:
+    for policy in (Reuse(), BestFew(1)):
+        options: dict[str, Any] = {"policy": policy, "max_new_tokens": 1}
+        listed = small.generate("Who?", texts(3), scores=[1, 3, 2], **options)
+        found = small.generate("Who?", texts(3), scores=iter([1, 3, 2]), **options)
+        assert found.metrics.answered_from == listed.metrics.answered_from
