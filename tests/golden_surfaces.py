@@ -153,6 +153,8 @@ def configuration() -> dict[str, Any]:
 POLICIES: Final = (
     "Ape()",
     "Ape(temperature=0.7, scale=1.1)",
+    "BestFew()",
+    "BestFew(count=2)",
     "BestLast()",
     "BestLast(share=0.4, positions='composite')",
     "CacheBlend()",
@@ -173,6 +175,8 @@ NAMED: Final = (
     "full",
     "reuse",
     "composite",
+    "bestfew",
+    "bestfew:2",
     "bestlast",
     "bestlast:0.4",
     "prophetkv",

@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import Any, Final
 
 TOP: Final = (
-    *("Answer", "Ape", "BestLast", "CacheBlend", "CacheClip", "Combination", "DiskStore", "Engine"),
-    *("FullRecompute", "InvalidInputError", "KVCacheRagError", "LegoLink", "MemoryStore"),
-    *("Message", "Metrics", "PromptTemplate", "ProphetKV", "RemoteStore", "Reuse", "TieredStore"),
+    *("Answer", "Ape", "BestFew", "BestLast", "CacheBlend", "CacheClip", "Combination"),
+    *("DiskStore", "Engine", "FullRecompute", "InvalidInputError", "KVCacheRagError"),
+    *("LegoLink", "MemoryStore", "Message", "Metrics", "PromptTemplate", "ProphetKV"),
+    *("RemoteStore", "Reuse", "TieredStore"),
 )
 """What most apps need."""
 ELSEWHERE: Final = {

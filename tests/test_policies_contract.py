@@ -42,6 +42,12 @@ class TestBestLast(PolicyContract):
     )
 
 
+class TestBestFew(PolicyContract):
+    written = ("BestFew()", "BestFew(count=2)")
+    names: ClassVar = {"bestfew": "BestFew()", "bestfew:2": "BestFew(2)"}
+    wrong = ("BestFew(0)", "BestFew(-1)", "BestFew(True)", "BestFew(1.5)", "BestFew('2')")
+
+
 class TestProphetKV(PolicyContract):
     written = (
         "ProphetKV()",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MISSPELLED = {
     "Ape": "temprature",
     "Auxiliary": "engin",
+    "BestFew": "coutn",
     "BestLast": "shar",
     "CacheBlend": "ratoi",
     "CacheClip": "auxilary",

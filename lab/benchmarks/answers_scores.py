@@ -34,7 +34,6 @@ COMPARED: Final = (
     "full",
     "bestfew",
     "reuse",
-    "bestfew",
     "bestlast:0",
     "bestlast",
     "prophetkv:0.2",

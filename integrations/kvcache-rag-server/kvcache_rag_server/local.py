@@ -6,6 +6,7 @@ import asyncio
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -25,7 +26,7 @@ from kvcache_rag_server.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag_server.limits import ensure_fits, is_doubtful
 from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, twin
 from kvcache_rag_server.scheduler import Scheduler
-from kvcache_rag_server.worker import Server, grounded, plain_prompt
+from kvcache_rag_server.worker import Server, answered_from, grounded, plain_prompt
 
 if TYPE_CHECKING:
     import threading
@@ -143,20 +144,25 @@ class LocalBackend:
         """Refuse, without holding anybody up, what is much too long."""
         engine = self._engines.base
         if is_doubtful(engine, work):
-            await in_thread(ensure_fits, engine, work)
+            await in_thread(_ensure_fits, engine, work)
 
     def _count(self, work: BackendRequest) -> tuple[int, tuple[ChunkKey, ...]]:
-        """Tokens of a prompt, and the keys of its chunks, so that they are tokenised once."""
+        """Tokens of a prompt, and the keys of its chunks, so that they are tokenised once.
+
+        Chunks that the policy leaves out have no part in it.
+        """
         engine = self._engines.of(work.namespace)
         if work.is_plain or work.is_chat:
             return len(engine.tokenize_text(plain_prompt(engine, work))), ()
         question = grounded(engine, work)[0]
+        chunks = answered_from(engine, work)
         try:
-            keys = tuple(engine.keys(work.chunks))
+            keys = tuple(engine.keys(chunks))
         except KVCacheRagError:  # a chunk has no key: how long it is can be told all the same
-            return len(engine.tokenize(question, work.chunks, work.history).all), ()
+            return len(engine.tokenize(question, chunks, work.history).all), ()
         asked = engine.tokenize(question, (), work.history)
-        return len(asked.all) + sum(key.tokens for key in keys), keys
+        tokens = len(asked.all) + sum(key.tokens for key in keys)
+        return tokens, keys if chunks == work.chunks else ()
 
     async def prefill(self, work: BackendRequest) -> Prefilled:
         """Compute and store chunks, between answers; see `Backend.prefill`.
@@ -244,6 +250,13 @@ class LocalBackend:
     def _close(self) -> None:
         self._scheduler.close()
         self._prefetcher.close()
+
+
+def _ensure_fits(engine: Engine, work: BackendRequest) -> None:
+    """`ensure_fits` of what would be answered."""
+    if work.chunks:
+        work = replace(work, chunks=answered_from(engine, work))
+    ensure_fits(engine, work)
 
 
 def _prefilled(

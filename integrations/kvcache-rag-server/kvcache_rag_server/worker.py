@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.request import retrieved_chunks
 from kvcache_rag.generation.telemetry import continued
 from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece, Started
@@ -43,6 +45,16 @@ def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
     turns = [*(said("system", text) for text in work.system), said("user", work.question)]
     asked, is_foreign = instructed(turns, prompts.template.system)
     return asked[-1]["content"] if asked else work.question, is_foreign  # the engine refuses ""
+
+
+def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
+    """Chunks of a request that its policy would answer from."""
+    policy = work.policy or engine.policy
+    with suppress(InvalidInputError):  # which its answer will tell
+        policy, _ = engine._admission.gated(policy, has_chunks=bool(work.chunks))
+    found = retrieved_chunks(grounded(engine, work)[0], work.chunks, work.scores)
+    chosen = policy.chosen(found)
+    return work.chunks if chosen is None else tuple(work.chunks[at] for at in chosen)
 
 
 def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:

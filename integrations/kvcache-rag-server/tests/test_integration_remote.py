@@ -224,6 +224,31 @@ def test_what_fits_is_answered_from(remote: RemoteEngine, engine: Engine) -> Non
         remote.add([" ".join(texts)])
 
 
+def test_what_an_answer_was_computed_from_has_the_callers_numbers(
+    remote: RemoteEngine, engine: Engine
+) -> None:
+    """Also where equal texts are one chunk for the server, and others were not sent to it."""
+    texts = [DOCUMENTS[1], DOCUMENTS[1], DOCUMENTS[0], DOCUMENTS[2]]
+    for policy, unused in (("bestfew:1", 2), ("reuse", 0)):
+        found = remote.generate(QUESTION, texts, policy=policy, max_new_tokens=4).metrics
+        used = (2,) if policy == "bestfew:1" else (0, 2, 3)
+        assert (found.answered_from, found.unused_chunks) == (used, unused)
+        assert found.prompt_tokens == found.prefix_tokens + found.query_tokens + sum(
+            len(engine.tokenize("?", [texts[place]]).chunks[0]) for place in used
+        )
+        stream = remote.stream(QUESTION, texts, policy=policy, max_new_tokens=4)
+        assert "".join(stream)
+        assert stream.answer.metrics.answered_from == used
+    assert remote.complete("Hello", max_new_tokens=2).metrics.answered_from == ()
+    long = [f"{text} " * (engine.context_window // 60) for text in DOCUMENTS * 3]
+    many = [f"{place}: {text}" for place, text in enumerate(long)]
+    scores = [float(place) for place in range(len(many))]
+    options: Any = {"overflow": "drop_lowest", "scores": scores, "max_new_tokens": 4}
+    here, there = (each.generate(QUESTION, many, **options).metrics for each in (engine, remote))
+    assert there.answered_from == here.answered_from
+    assert 0 < here.dropped_chunks == there.dropped_chunks == min(here.answered_from)
+
+
 def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine) -> None:
     scores = (0.1, 0.2, 0.9)
     options: dict[str, Any] = {"policy": BestLast(), "max_new_tokens": 12}

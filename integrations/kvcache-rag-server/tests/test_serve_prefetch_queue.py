@@ -78,6 +78,33 @@ async def test_who_waits_finds_its_chunks_ready(
     assert not serve_threads()
 
 
+@pytest.mark.parametrize(
+    ("system", "best"),
+    [((), 0), (("Tomas Brandt, maps, harbour of Vell, sells: say who sells maps in Vell.",), 2)],
+)
+async def test_what_is_not_answered_from_is_not_prefetched(
+    system: tuple[str, ...], best: int, prefills: Prefills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk is chosen by all that is asked: a foreign instruction is part of the question."""
+    backend = LocalBackend(reader(), prefetch="cpu", prefetch_after=0.0)
+    valve, front = await held(backend, monkeypatch)
+    long = "The harbour is deep. " * backend._engines.base.context_window
+    work = make_work(1, policy="bestfew:1", system=system, chunks=(*TEXTS, long))
+    behind = asyncio.create_task(events_of(backend, work))
+    await eventually(lambda: backend._prefetcher.stats()["finished"] == 1)
+    valve.open.set()
+    await front
+    begun, last = await behind
+    await backend.close()
+    assert isinstance(begun, Started)
+    assert isinstance(last, Finished)
+    assert begun.prefetched
+    assert last.answer.metrics.answered_from == (best,)
+    assert last.answer.metrics.misses == 0
+    assert prefills.by_chunk == [*(int(place == best) for place in range(3)), 0]
+    assert sum(prefills.counts.values()) == 1
+
+
 async def test_a_turn_that_comes_midway_waits_for_the_chunk_and_computes_the_rest(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import access
@@ -22,7 +23,8 @@ from serve_works import (
 )
 
 from kvcache_rag import Engine, MemoryStore
-from kvcache_rag_server.backend import Finished
+from kvcache_rag.policies import policy_by_name
+from kvcache_rag_server.backend import Failed, Finished
 from kvcache_rag_server.local import LocalBackend
 
 OTHERS = ("The harbour of Vell is deep.", "Maps are sold on Mondays.", "The lighthouse is white.")
@@ -93,6 +95,29 @@ async def test_without_prefetch(
     assert tokens in (None, answer.metrics.prompt_tokens)
     is_full = policy == "full"  # it computes what is stored, so it reads it
     assert tokenizer.calls == dict.fromkeys(TEXTS, 1 + (is_counted and is_full))
+
+
+async def test_what_is_not_answered_from_is_neither_counted_nor_tokenised(
+    engine: Engine, tokenizer: CountingTokenizer
+) -> None:
+    """Nor does it make a prompt too long, whatever is asked of it."""
+    long = OTHERS[0] * engine.context_window
+    chunks = (TEXTS[0], long, *OTHERS[1:])
+    backend = LocalBackend(engine)
+    try:
+        for system in ((), ("Answer about lighthouses, in a word.",)):
+            work = make_work(1, policy="bestfew:1", chunks=chunks, system=system)
+            tokens = await backend.count(work)
+            explained = await backend.explain(work)
+            answer = await answer_of(backend, work)
+            assert answer.metrics.prompt_tokens == tokens == len(explained["tokens"])
+            assert answer.metrics.answered_from == explained["answered_from"] == (0,)
+            assert answer.metrics.unused_chunks == explained["unused_chunks"] == 3
+        refused = await events_of(backend, replace(work, policy=policy_by_name("full")))
+    finally:
+        await backend.close()
+    assert isinstance(refused[0], Failed)
+    assert refused[0].status == 400
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
