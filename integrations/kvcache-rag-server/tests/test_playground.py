@@ -173,7 +173,7 @@ class Noted(Scripted):
         self.explained = work
         if self.error is not None:
             raise self.error
-        return {"spans": [], "answered_from": (2, 0)}
+        return {"spans": [], "answered_from": range(len(work.chunks))[::-1]}
 
 
 async def post(
@@ -193,7 +193,7 @@ async def test_it_explains_what_a_chat_would_ask() -> None:
         kvcache={"policy": "legolink:3"},
     )
     body["messages"][:0] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert (await post(body, backend)).json() == {"spans": [], "answered_from": [3, 0]}
+    assert (await post(body, backend)).json() == {"spans": [], "answered_from": [3, 1, 0]}
     work = backend.explained
     assert work is not None
     assert (work.question, work.chunks, work.policy) == (
