@@ -1,4 +1,4 @@
-"""Which of the retrieved chunks match a question: the laws of a choice, of any words and numbers."""
+"""Which of the retrieved chunks match a question: the laws of a choice, by words and numbers."""
 
 from __future__ import annotations
 
