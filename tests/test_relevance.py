@@ -1,4 +1,4 @@
-"""Which of the retrieved chunks match a question: the laws of a choice, of any words and numbers."""
+"""Which of the retrieved chunks match a question: laws of a choice, whatever is in it."""
 
 from __future__ import annotations
 
