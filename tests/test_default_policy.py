@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
+    BestFew,
     BestLast,
     CacheBlend,
     Combination,
@@ -203,11 +204,13 @@ def test_the_untrained_default_answers_over_any_number_of_chunks(count: int) -> 
     metrics = engine.generate(QUESTION, texts, max_new_tokens=2).metrics
     sizes = [key.tokens for key in engine.keys(texts)]
     assert metrics.policy == repr(UNTRAINED)
-    assert metrics.fresh_tokens == (sizes[0] if count > 1 else 0)  # the first is the best
-    assert metrics.reused_tokens == sum(sizes) - metrics.fresh_tokens
-    if count == 1:
-        plain = engine.logits(QUESTION, texts, policy=FullRecompute())
-        assert error(engine.logits(QUESTION, texts), plain) < TOLERANCE
+    few = metrics.answered_from
+    assert few == tuple(range(len(few)))  # the first is the best
+    assert metrics.unused_chunks == count - len(few)
+    assert metrics.reused_tokens == sum(sizes[:1])
+    assert metrics.fresh_tokens == sum(sizes[1 : len(few)])
+    plain = engine.logits(QUESTION, texts[: len(few)], policy=FullRecompute())
+    assert error(engine.logits(QUESTION, texts), plain) < TOLERANCE
 
 
 @pytest.mark.parametrize("scheme", ["reordered", "composite"])
@@ -220,10 +223,9 @@ def test_a_single_chunk_of_the_best_last_is_reused_in_place(scheme: Any) -> None
         assert (metrics.rotation, metrics.not_deferred) == ("deferred", "")
 
 
-def test_a_model_that_cannot_stitch_answers_by_full_prefill_with_one_warning() -> None:
-    engine = untrained("gpt2")
+def test_a_model_that_keeps_nothing_answers_by_full_prefill_with_one_warning() -> None:
+    engine = untrained("recurrent_gemma")
     assert engine.policy == UNTRAINED
-    assert engine.needed(TEXTS, engine.policy) == []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -253,7 +255,8 @@ def test_who_asks_for_plain_reuse_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Combination(), CacheBlend(0.0), LegoLink(0), FullRecompute(), BestLast(0.5), None]
+    "policy",
+    [Combination(), CacheBlend(0.0), LegoLink(0), FullRecompute(), BestLast(0.5), BestFew(2), None],
 )
 def test_other_policies_are_not_warned_of(policy: Any) -> None:
     engine = untrained()
@@ -282,7 +285,7 @@ async def test_a_server_says_what_reuse_may_cost_in_the_words_of_the_engine(poli
         own = await backend.own_policy()
     finally:
         await backend.close()
-    assert own.name == "bestlast"
+    assert own.name == UNTRAINED.name
     assert set(own.warnings) == {"reuse", "composite"}
     said = own.warnings["composite" if policy == Reuse("composite") else "reuse"]
     assert told(lambda: engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)) == [said]

@@ -9,6 +9,7 @@ from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 
 from kvcache_rag import BestLast, DiskStore, Engine, FullRecompute, LegoLink, Reuse
 from kvcache_rag.integration import open_engine
+from kvcache_rag.policies.default import UNTRAINED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,4 +55,4 @@ def test_settings_cut_chunks_for_the_policy_that_will_be_asked_for(tmp_path: Pat
         answer = engine.generate(entity, documents, policy=LegoLink(4), max_new_tokens=1)
         assert answer.text.strip() == value
     assert answer.metrics.misses == 0
-    assert opened(Reuse()).policy == opened(None).policy == BestLast()
+    assert opened(Reuse()).policy == opened(None).policy == UNTRAINED

@@ -23,11 +23,12 @@ from packaging import version
 from recurrent_reference import reference_answer, reference_logits
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import BestLast, CacheBlend, Combination, Engine, FullRecompute, LegoLink, Reuse
+from kvcache_rag import CacheBlend, Combination, Engine, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.policies.default import UNTRAINED
 from kvcache_rag.stitching import states
 
 TOLERANCE = 5e-4
@@ -222,7 +223,7 @@ def test_only_an_engine_that_computes_heads_again_cuts_its_chunks(name: str) -> 
         return engine.policy, engine.keys(TEXTS)
 
     policy, default = keys()
-    assert policy == BestLast()
+    assert policy == UNTRAINED
     for uncut in (Reuse(), LegoLink(0), Combination()):
         assert keys(policy=uncut)[1] == default
     # A convolution alone has nothing to keep of a head.

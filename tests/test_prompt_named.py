@@ -11,8 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import BestLast, Engine, InvalidInputError, Message, PromptTemplate, Reuse
+from kvcache_rag import Engine, InvalidInputError, Message, PromptTemplate, Reuse
 from kvcache_rag.models.adapters import TRAINING, note_training, trained_for_blocks
+from kvcache_rag.policies.default import UNTRAINED
 from kvcache_rag.prompt.named import NAMED, template_of_model
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.settings import LocalSettings
@@ -169,6 +170,6 @@ def test_a_known_model_brings_its_template_and_its_policy(tmp_path: Path) -> Non
 def test_any_model_takes_it_by_its_name(tmp_path: Path) -> None:
     place = folder(tmp_path / "other")
     engine = LocalSettings(model=place, template="block-attention").open()
-    assert (engine.template, engine.policy) == (BLOCK, BestLast())
+    assert (engine.template, engine.policy) == (BLOCK, UNTRAINED)
     with pytest.raises(InvalidInputError, match=r"prompt_template\.json in .*block-attention"):
         LocalSettings(model=place, template=tmp_path / "block-attention")
