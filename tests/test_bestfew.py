@@ -513,3 +513,28 @@ def test_law_the_default_of_untrained_models_is_exact(family: str) -> None:
     metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
     assert metrics.answered_from == chosen
     assert access.prefiller(engine) is not None
+
+
+def test_chunks_are_chosen_by_what_is_asked_where_the_question_has_more_in_it() -> None:
+    """In every way of asking: an instruction, or what a tool said, matches other chunks."""
+    engine = make_engine("llama")
+    chunks = ["The bakery sells rye bread.", "Marlow keeps the lighthouse."]
+    question, asked = "Bakery, bread of rye, sold: the lighthouse?", "Who keeps the lighthouse?"
+    options: Any = {"policy": BestFew(1), "max_new_tokens": 2}
+
+    def places(**more: Any) -> set[tuple[int, ...]]:
+        row = (question, chunks, (), None, more.get("asked", ""))
+        answers = [
+            engine.generate(question, chunks, **options, **more),
+            *engine.generate_batch([row, row], **options),
+        ]
+        stream = engine.stream(question, chunks, **options, **more)
+        "".join(stream)
+        told = engine.explain(question, chunks, policy=BestFew(1), **more)
+        found = [one.metrics.answered_from for one in (*answers, stream.answer)]
+        return {*found, told.answered_from}
+
+    assert places() == {(0,)}
+    assert places(asked=asked) == {(1,)}
+    expected = engine.generate(question, chunks[1:], **options)
+    assert engine.generate(question, chunks, asked=asked, **options).text == expected.text

@@ -788,8 +788,8 @@ class Engine(NamedArguments):
         """Answer several questions in one padded batch; equals the single answers.
 
         Args:
-            questions: Question and chunks of each, then, as far as it has them, its history and the
-                scores of its chunks.
+            questions: Question and chunks of each, then, as far as it has them, its history, the
+                scores of its chunks, and what is asked (`asked`).
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
         cancelled = options.pop("cancelled", None)
@@ -812,7 +812,7 @@ class Engine(NamedArguments):
             self._asked(
                 question,
                 chunks,
-                {**options, **dict(zip(("history", "scores"), more, strict=False))},
+                {**options, **dict(zip(("history", "scores", "asked"), more, strict=False))},
             )
             for question, chunks, *more in questions
         ]
@@ -887,6 +887,7 @@ class Engine(NamedArguments):
         policy: ReusePolicy | str | None = None,
         history: Sequence[Message | Mapping[str, str]] = (),
         scores: Sequence[float] | None = None,
+        asked: str = "",
     ) -> Explained:
         """What `generate` would reuse and compute for this question now; no token is generated.
 
@@ -901,6 +902,7 @@ class Engine(NamedArguments):
             policy: What to reuse, or the name of that; None for the engine's own.
             history: Earlier turns, oldest first.
             scores: As for `generate`.
+            asked: As for `generate`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
@@ -913,6 +915,7 @@ class Engine(NamedArguments):
             "history": history,
             "max_new_tokens": FEWEST_NEW,
             "scores": scores,
+            "asked": asked,
         }
 
         def planned(chunks: Sequence[ChunkInput]) -> tuple[Request, Request]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag_server.backend import PromptWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,11 +123,6 @@ class Prefetcher:
         self._seconds: float | None = None  # that the last chunk or combination took
         self._thread: threading.Thread | None = None
         self._is_closed = False
-
-    @property
-    def prompts(self) -> PromptWriter:
-        """Writes what is asked over the chunks."""
-        return self._engines.base
 
     def want(
         self,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.generation.request import StoredChunk
 from kvcache_rag_server.prefetch import keys_of
-from kvcache_rag_server.worker import grounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -174,7 +173,7 @@ class JobPrefetches:
             after=self._after,
             turn_in=turn_in,
             scores=work.scores,
-            question=grounded(self._prefetcher.prompts, work)[0],
+            question=work.question,
         )
 
     def turn(self, job: Job) -> bool:

@@ -337,7 +337,7 @@ class RemoteEngine(Reopened):
 
         def one(asked: tuple[Any, ...]) -> Answer:
             question, chunks, *more = asked
-            own = dict(zip(("history", "scores"), more, strict=False))
+            own = dict(zip(("history", "scores", "asked"), more, strict=False))
             return self.generate(question, chunks, **{**options, **own})
 
         with ThreadPoolExecutor(_AT_ONCE, "kvcache-rag-remote") as pool:
@@ -430,6 +430,7 @@ class RemoteEngine(Reopened):
         """The question over all chunks, and over fewer and fewer, as far as that is allowed."""
         overflow = options.pop("overflow", "error")
         scores = options.pop("scores", None)
+        options.pop("asked", None)  # the server knows which of its messages that is
         mismatch = options.pop("prefix_mismatch", False)
         texts = [_text_of(chunk) for chunk in chunks]
         ranks = ranking(scores, len(texts))

@@ -52,7 +52,7 @@ def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
     policy = work.policy or engine.policy
     with suppress(InvalidInputError):  # which its answer will tell
         policy, _ = engine._admission.gated(policy, has_chunks=bool(work.chunks))
-    found = retrieved_chunks(grounded(engine, work)[0], work.chunks, work.scores)
+    found = retrieved_chunks(work.question, work.chunks, work.scores)
     chosen = policy.chosen(found)
     return work.chunks if chosen is None else tuple(work.chunks[at] for at in chosen)
 
@@ -173,6 +173,7 @@ class Server:
                     policy=work.policy,
                     history=work.history,
                     scores=work.scores,
+                    asked=work.question,
                     prefix_mismatch=mismatch,
                     **options,
                 )
@@ -196,6 +197,7 @@ class Server:
                 policy=work.policy,
                 history=work.history,
                 scores=work.scores,
+                asked=work.question,
             )
             tell = partial(explained.set_result, explanation.to_dict())
         except Exception as error:  # whatever it is, the next job has to be answered
@@ -240,9 +242,10 @@ class Server:
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
         work = jobs[0].work
         engine = self.engines.answering(work.namespace)
+        works = [(job.work, job.inputs) for job in jobs]
         asked = [
-            (grounded(engine, job.work)[0], job.inputs, job.work.history, job.work.scores)
-            for job in jobs
+            (grounded(engine, one)[0], chunks, one.history, one.scores, one.question)
+            for one, chunks in works
         ]
         return engine.generate_batch(
             asked,

@@ -79,13 +79,12 @@ async def test_who_waits_finds_its_chunks_ready(
 
 
 @pytest.mark.parametrize(
-    ("system", "best"),
-    [((), 0), (("Tomas Brandt, maps, harbour of Vell, sells: say who sells maps in Vell.",), 2)],
+    "system", [(), ("Tomas Brandt, maps, harbour of Vell, sells: say who sells maps in Vell.",)]
 )
 async def test_what_is_not_answered_from_is_not_prefetched(
-    system: tuple[str, ...], best: int, prefills: Prefills, monkeypatch: pytest.MonkeyPatch
+    system: tuple[str, ...], prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunk is chosen by all that is asked: a foreign instruction is part of the question."""
+    """The chunk is chosen by what is asked: a foreign instruction stands before it, and is not."""
     backend = LocalBackend(reader(), prefetch="cpu", prefetch_after=0.0)
     valve, front = await held(backend, monkeypatch)
     long = "The harbour is deep. " * backend._engines.base.context_window
@@ -99,9 +98,9 @@ async def test_what_is_not_answered_from_is_not_prefetched(
     assert isinstance(begun, Started)
     assert isinstance(last, Finished)
     assert begun.prefetched
-    assert last.answer.metrics.answered_from == (best,)
+    assert last.answer.metrics.answered_from == (0,)
     assert last.answer.metrics.misses == 0
-    assert prefills.by_chunk == [*(int(place == best) for place in range(3)), 0]
+    assert prefills.by_chunk == [1, 0, 0, 0]
     assert sum(prefills.counts.values()) == 1
 
 

@@ -162,7 +162,7 @@ def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[
     if len(calls) < 2:
         return []
     questions = [
-        (question, call.chunks(call.asked), history, call.scores(call.asked))
+        (question, call.chunks(call.asked), history, call.scores(call.asked), call.asked.asked)
         for call in calls
         if isinstance(call.asked, Grounded)
         for question, history in [call.question]

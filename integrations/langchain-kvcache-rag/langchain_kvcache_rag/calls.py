@@ -89,7 +89,7 @@ class Call:
             history=history,
             prefix_mismatch=asked.prefix_mismatch,
             cancelled=cancelled,
-            **{**self.options, "scores": self.scores(asked)},
+            **{**self.options, "scores": self.scores(asked), "asked": asked.asked},
         )
 
     def open(self) -> AnswerStream:
@@ -102,7 +102,7 @@ class Call:
             self.chunks(asked),
             history=history,
             prefix_mismatch=asked.prefix_mismatch,
-            **{**self.options, "scores": self.scores(asked)},
+            **{**self.options, "scores": self.scores(asked), "asked": asked.asked},
         )
 
     def reader(self) -> AnswerReader | None:

@@ -91,6 +91,7 @@ class Grounded:
         prefix_mismatch: Whether there was such an instruction.
         scores: Of the texts, where a reranker or several steps say more than their order.
         documents: Whose texts they are; of equal ones the first.
+        asked: What the user said last, where the question has more in it, or has none; else "".
     """
 
     question: str
@@ -99,6 +100,7 @@ class Grounded:
     prefix_mismatch: bool = False
     scores: tuple[float, ...] | None = None
     documents: tuple[GivenDocument, ...] = field(default=(), compare=False)
+    asked: str = ""
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
@@ -162,7 +164,10 @@ def read_messages(
     question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
     scores = scores_by_step(_steps(read))
     known = None if scores is None else tuple(scores[text] for text in texts)
-    return Grounded(question, texts, tuple(turns), is_foreign, known, tuple(places.values()))
+    asked = next((one.text for one in reversed(read) if one.role == "user"), "")
+    documents = tuple(places.values())
+    asked = "" if asked == question else asked
+    return Grounded(question, texts, tuple(turns), is_foreign, known, documents, asked)
 
 
 def _places(read: Sequence[_Read]) -> dict[str, GivenDocument]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chat_model_helpers import joined
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 
 from kvcache_rag import Metrics
@@ -91,3 +91,21 @@ def test_a_later_turn_counts_the_documents_of_earlier_ones(llm: ChatKVCache) -> 
     later = HumanMessage([*blocks[3:], {"type": "text", "text": QUESTION}])
     found = told(llm.invoke([earlier, AIMessage("Bread."), later], policy="bestfew:1"))
     assert found == ([2], ["keeper"], 2)
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+@pytest.mark.filterwarnings("ignore:the system message is not the instruction")
+def test_documents_are_chosen_by_the_question_alone(llm: ChatKVCache) -> None:
+    """Neither by an instruction nor by what a tool said, in single answers as in batches."""
+    system = SystemMessage("Sell bread of rye in a bakery every day, rye bread of the bakery.")
+    texts = [BAKERY, KEEPER, HARBOUR]
+    blocks: list[Any] = [document_block(Document(text)) for text in texts]
+    asks = HumanMessage([*blocks, {"type": "text", "text": QUESTION}])
+    call: Any = {"name": "search", "args": {}, "id": "0"}
+    found = ToolMessage("\n\n".join(texts), tool_call_id="0", artifact=[*map(Document, texts)])
+    agent = [system, HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), found]
+    for messages in ([system, asks], agent):
+        assert told(llm.invoke(messages, policy="bestfew:1"))[0] == [1]
+    other = HumanMessage([*blocks, {"type": "text", "text": "When was the harbour built?"}])
+    answers = llm.batch([[system, asks], [system, other]], policy="bestfew:1")
+    assert [told(one)[0] for one in answers] == [[1], [2]]

@@ -357,3 +357,29 @@ def test_prompts_over_other_chunks_share_no_key() -> None:
         found([]),
     ]
     assert len({dumps(one) for one in prompts}) == len(prompts)
+
+
+def test_an_answer_from_other_documents_is_no_cached_one(engine: Engine) -> None:
+    """Which documents are answered from follows their scores, their texts and their order."""
+    llm = ChatKVCache(engine=engine, max_tokens=4, policy="bestfew:1", cache=InMemoryCache())
+
+    def asked(texts: str, scores: tuple[float, ...] | None = None) -> list[Any]:
+        named = scores or (None,) * len(texts)
+        blocks: list[Any] = [
+            document_block(Document(text, metadata={} if one is None else {"relevance_score": one}))
+            for text, one in zip(texts, named, strict=True)
+        ]
+        return [HumanMessage([*blocks, "?"])]
+
+    def place(message: AIMessage) -> int:
+        (found,) = message.response_metadata["kv_cache"]["answered_from"]
+        return int(found)
+
+    prompts = [asked("ab"), asked("ba"), asked("abc"), asked("ab", (2, 1)), asked("ab", (1, 2))]
+    answers = [llm.invoke(prompt) for prompt in prompts]
+    assert [place(one) for one in answers] == [0, 0, 0, 0, 1]
+    fresh = llm.model_copy(update={"cache": False})
+    assert [one.text for one in answers] == [fresh.invoke(prompt).text for prompt in prompts]
+    assert [place(llm.invoke(prompt)) for prompt in prompts] == [0, 0, 0, 0, 1]
+    for scores, best in (([1, 2], 1), ([2, 1], 0), ([1, 2], 1)):
+        assert place(llm.invoke(asked("ab"), scores=scores)) == best

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
@@ -146,6 +147,36 @@ def test_messages_of_an_app_and_of_tools_tell_it_in_raw(engine: Engine) -> None:
     ]
     spoken: Any = llm.chat(messages).raw
     cost = spoken["kv_cache"]
-    (place,) = cost["answered_from"]
-    assert cost["answered_from_ids"] == [("bakery", "keeper", "harbour")[place]]
+    assert (cost["answered_from"], cost["answered_from_ids"]) == ([1], ["keeper"])
     assert cost["unused_chunks"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+@pytest.mark.filterwarnings("ignore:a system message differs")
+@pytest.mark.filterwarnings("ignore:text_qa_template has other text")
+def test_nodes_are_chosen_by_the_question_alone(engine: Engine) -> None:
+    """Neither by an instruction, nor a template around it, nor what a tool said."""
+    bakery = "Sell bread of rye in a bakery every day, rye bread of the bakery."
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="bestfew:1")
+    unscored = [one.model_copy(update={"score": None}) for one in nodes()]
+    template = PromptTemplate(f"{bakery}\n{{context_str}}\n{bakery}\n{{query_str}}")
+    system = ChatMessage(role=MessageRole.SYSTEM, content=bakery)
+    packs = get_response_synthesizer(llm=llm, text_qa_template=template)
+    for synthesizer in (
+        KVCacheSynthesizer(llm, text_qa_template=template),
+        KVCacheSynthesizer(llm, chat_history=[system]),
+        packs,
+    ):
+        assert told(synthesizer.synthesize(QUESTION, unscored))[1] == ["keeper"]
+    found = "\n\n".join(one.node.get_content() for one in nodes())
+    call = ToolCallBlock(tool_call_id="0", tool_name="search", tool_kwargs={})
+    result = {"tool_call_id": "0"}
+    asks = ChatMessage(role=MessageRole.USER, content=QUESTION)
+    tools = [
+        ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
+        ChatMessage(role=MessageRole.TOOL, content=found, additional_kwargs=result),
+    ]
+    apps = ChatMessage(role=MessageRole.USER, content=f"{found}\n\n{QUESTION}")
+    for messages in ([system, asks, *tools], [system, apps]):
+        raw: Any = llm.chat(messages).raw
+        assert raw["kv_cache"]["answered_from"] == [1]

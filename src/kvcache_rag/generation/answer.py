@@ -48,8 +48,11 @@ Asked: TypeAlias = (
     "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]]]"
     "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
     " Sequence[float] | None]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
+    " Sequence[float] | None, str]"
 )
-"""A question with its chunks, its history and the chunks' scores, as far as it has them."""
+"""A question with its chunks, its history, the chunks' scores and what is asked, as far as it has
+them."""
 
 _Result = TypeVar("_Result")
 

@@ -81,6 +81,8 @@ class AnswerOptions(CompletionOptions, total=False):
             leaves out the last ones, and "refine" answers in several rounds.
         scores: Of each chunk, higher is better, for "drop_lowest" and for a policy that asks which
             is best, where they do not stand best first.
+        asked: What is asked, by whose words a policy may choose among the chunks, where the
+            question has more in it, such as an instruction or what a tool said.
         tools: What the chat template describes.
         chat_template_kwargs: Values of the chat template's variables.
         prefix_mismatch: Noted in the metrics: whether something else was wanted before the chunks.
@@ -90,6 +92,7 @@ class AnswerOptions(CompletionOptions, total=False):
     history: Sequence[Message | Mapping[str, Any]] | None
     overflow: Overflow
     scores: Sequence[float] | None
+    asked: str
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     prefix_mismatch: bool

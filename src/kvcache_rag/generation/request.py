@@ -146,10 +146,10 @@ def listed_questions(questions: Iterable[Asked]) -> list[Asked]:
     """
     found: list[Any] = []
     for asked in questions:
-        if not isinstance(asked, (tuple, list)) or len(asked) not in (2, 3, 4):
+        if not isinstance(asked, (tuple, list)) or len(asked) not in (2, 3, 4, 5):
             raise InvalidInputError(
-                "each question must be (question, chunks), or (question, chunks, history, scores), "
-                f"not {asked!r:.80}"
+                "each question must be (question, chunks), or (question, chunks, history, scores, "
+                f"asked), not {asked!r:.80}"
             )
         question, chunks, *more = asked
         found.append((question, listed_chunks(chunks), *more))
@@ -200,6 +200,7 @@ class Planner:
         overflow: Overflow = "error",
         stop: Sequence[str] = (),
         scores: Sequence[float] | None = None,
+        asked: str = "",
         prefix_mismatch: bool = False,
         streaming: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -219,6 +220,7 @@ class Planner:
             stop: Strings before which the answer ends.
             scores: Of each chunk, where they do not stand best first; for "drop_lowest", and for
                 policies that ask which is best.
+            asked: What is asked, where the question has more in it; "" for the question.
             prefix_mismatch: Noted in the metrics.
             streaming: Whether pieces are handed on as they come.
             tools: That the chat template describes, behind the chunks.  With tools, or without a
@@ -248,7 +250,7 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
-        retrieved = retrieved_chunks(question, given, scores)
+        retrieved = retrieved_chunks(asked or question, given, scores)
         chosen = policy.chosen(retrieved)
         if overflow == "refine" and (tools or not question.strip() or chosen is not None):
             overflow = "drop_lowest"

@@ -353,7 +353,9 @@ def _of_template(
             llm.warn_once(_NOT_FOUND)
         return PASTED
     messages = template.format_messages(llm=llm, **{**values, names[0]: _CONTEXT})
-    return _grounded(llm, messages, _without(context, found), found, _nodes.get()) or PASTED
+    asked = str({**template.kwargs, **values}.get("query_str") or "")
+    rest = _without(context, found)
+    return _grounded(llm, messages, rest, found, _nodes.get(), asked=asked) or PASTED
 
 
 def _of_messages(
@@ -384,6 +386,8 @@ def _grounded(
     found: Sequence[FoundText],
     nodes: Mapping[str, KnownNode],
     gaps: str = "",
+    *,
+    asked: str = "",
 ) -> Grounded | None:
     """A question over chunks.
 
@@ -394,6 +398,7 @@ def _grounded(
         found: The chunks.
         nodes: That were retrieved, by their texts.
         gaps: What stood between them elsewhere.
+        asked: What is asked; "" for the last that was said.
 
     Returns:
         None if the mark stands where a chunk cannot be taken away, or nothing is left to ask.
@@ -416,6 +421,7 @@ def _grounded(
         scores=scores_of(chunks, nodes),
         history=spoken.turns,
         nodes=ids_of(chunks, nodes),
+        asked=asked or spoken.unanswered[0].replace(_CONTEXT, ""),
     )
 
 

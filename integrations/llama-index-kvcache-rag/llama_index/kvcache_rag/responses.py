@@ -38,6 +38,7 @@ class Grounded:
         history: Earlier turns; they stand behind the chunks.
         nodes: Ids of the nodes that the chunks are of, "" of one that is not known; none at all
             where there are only texts.
+        asked: What is asked, where the question has more in it; "" for the question.
         pasted: Writes the same as one text, for when the chunks do not fit; None to refuse it.
     """
 
@@ -49,6 +50,7 @@ class Grounded:
     scores: tuple[float, ...] | None = None
     history: tuple[dict[str, str], ...] = ()
     nodes: tuple[str, ...] = ()
+    asked: str = ""
     pasted: Callable[[], str] | None = None
 
     def options(self) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class Grounded:
             "prefix_mismatch": self.prefix_mismatch,
             "scores": self.scores,
             "history": self.history,
+            "asked": self.asked,
         }
 
 

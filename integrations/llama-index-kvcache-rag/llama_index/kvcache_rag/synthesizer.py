@@ -278,7 +278,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         )
         ids = tuple(nodes[index].node.node_id for index in read) if nodes else ()
         request = Grounded(
-            question, chunks, self._policy, self._overflow, mismatch, scores, turns, ids
+            question, chunks, self._policy, self._overflow, mismatch, scores, turns, ids, query
         )
         prompt = written_prompt(llm.engine, texts, spoken.written(question))
         template = template or PromptTemplate(own_template(llm.engine))

@@ -132,6 +132,7 @@ def spoken(
         scores=None if known is None else tuple(known[one.text] for one in conversation.found),
         history=history,
         nodes=ids_of(conversation.found, nodes),
+        asked=conversation.asked,
     )
     options = {**form.options, **form.chat}
     return Spoken(grounded, options, form, lambda: render(form.turns, **form.chat))
@@ -166,6 +167,7 @@ class _Conversation:
     found: list[FoundText] = field(default_factory=list)
     steps: list[list[tuple[str, float | None]]] = field(default_factory=list)
     prefix_mismatch: bool = False
+    asked: str = ""
 
     @classmethod
     def of(
@@ -194,6 +196,8 @@ class _Conversation:
             one |= {name: message.additional_kwargs.get(name) for name in named}
         elif calls := _calls(message):
             one["tool_calls"] = calls
+        elif one["role"] == "user":
+            self.asked = one["content"]
         self.turns.append({name: value for name, value in one.items() if value is not None})
 
     def _referring(self, content: str, found: Sequence[FoundText]) -> str:
