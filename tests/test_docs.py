@@ -110,8 +110,10 @@ def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
         cells = [name]
         for row in report["first tokens"]:
             if (row["model"], row["policy"]) == ("qwen05", policy) and row["length"] in LENGTHS:
-                sooner = f", **{row['sooner']['value']:.1f} times sooner**"
-                cells.append(said(row["ms"]["value"] / 1000) + (sooner if policy != "full" else ""))
+                # The mean, as `BestFew` takes one chunk here and three there.
+                sooner = f", **{row['mean, sooner']['value']:.1f} times sooner**"
+                first = said(row["mean ms"]["value"] / 1000)
+                cells.append(first + (sooner if policy != "full" else ""))
         shares = (scores[policy]["right"], scores[policy]["from a wrong document"])
         cells += [f"{100 * share['value']:.1f} %" for share in shares]
         assert f"| {' | '.join(cells)} |" in text
