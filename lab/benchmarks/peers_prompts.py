@@ -29,26 +29,26 @@ names, numbers and years as they are written there. Do not add what you remember
 do not repeat the question. Write in full sentences, in the language of the question, and begin with
 the answer itself. A short answer is better than a long one, but leave out nothing that was asked
 for, in whatever words it was asked."""
-# About the first articles, of which every context has chunks.  Of 16 chunks `BestFew` takes one,
-# two or three about as often as of the public sets' documents (39, 40 and 21 %), also for those
-# that are asked most, from the first on; of 4 it takes more.
+# About the first articles, of which every context has chunks.  Of the public sets' documents
+# `BestFew` takes 1.8 on average (one for 49 % of the questions, two for 21, three for 30), of these
+# chunks 1.6 to 2.0 for the first six questions, which are asked most; a row says how many (`read`).
 _ASKED: Final = (
     "Where was Ada Lovelace born, and who was her father?",
-    "Why did Alexander Fleming name the substance penicillin?",
-    "Who was born earlier, Ada Lovelace or Ludwig van Beethoven?",
+    "Who was the first patient that was given penicillin?",
+    "Were Neil Armstrong and Alexander Fleming born in the same country?",
     "How many years lie between Fleming's Nobel Prize and the landing of Apollo 11?",
     "In which city did both Ada Lovelace and Alexander Fleming spend years?",
+    "Which of Charles Babbage and Howard Florey went to the United States?",
+    "Why did Alexander Fleming name the substance penicillin?",
+    "Who was born earlier, Ada Lovelace or Ludwig van Beethoven?",
     "How much did the Philharmonic Society pay Beethoven for the symphony?",
     "Did Ada Lovelace die before Alexander Fleming was born?",
     "On which rocket did Apollo 11 start, and when?",
     "Which article did Ada Lovelace translate from French?",
     "Which came first, Note G or the first performance of the Ninth Symphony?",
-    "Who was the first patient that was given penicillin?",
-    "Were Neil Armstrong and Alexander Fleming born in the same country?",
     "What did Armstrong and Aldrin set up on the Moon?",
     "Who lived longer, Ada Lovelace or Alexander Fleming?",
     "Whose poem do the singers of the Ninth Symphony sing?",
-    "Which of Charles Babbage and Howard Florey went to the United States?",
     "What does Note G say step by step?",
     "Which took longer, the walk on the Moon or the Ninth Symphony?",
     "Which ship picked up the crew of Apollo 11?",

@@ -89,6 +89,7 @@ class Row:
         anon_mib: Of that, what is no file's, after it.
         firsts: All samples.
         agreement: With a full prefill of the same weights, None if none was compared.
+        read: Chunks that an answer was computed from, on average; None where the side does not say.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Row:
     anon_mib: float
     firsts: tuple[float, ...]
     agreement: Agreement | None
+    read: float | None
 
     @property
     def first(self) -> float:
@@ -244,6 +246,7 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
         pairs = [
             (one["tokens"], exact.get(exact_key(one))) for one in group if not is_exact(side, kind)
         ]
+        counts = [one["read"] for one in group if "read" in one]
         found.append(
             Row(
                 model=model,
@@ -265,6 +268,7 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
                 anon_mib=max(one["anon_mib"] for one in group),
                 firsts=tuple(round(value, _SAMPLE_DIGITS) for value in firsts),
                 agreement=agreement(pairs),
+                read=statistics.fmean(counts) if counts else None,
             )
         )
     return found
