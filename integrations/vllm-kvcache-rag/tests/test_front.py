@@ -421,7 +421,7 @@ async def test_further_chunks_of_the_few_stand_with_the_question() -> None:
 async def test_a_server_that_stores_nothing_answers_from_the_few_as_well() -> None:
     engine = FakeEngine(law="it has no connector")
     backend = backend_of(engine, policy=None)
-    work = request(question="What is frequent?")
+    work = request(question="What is frequent?", scores=(0.2, 0.1, 0.9))
     cost = (await events_of(backend, work))[-1].answer.metrics
     assert (cost.policy, cost.answered_from) == ("BestFew(count=None)", (2,))
     assert (cost.reused_tokens, cost.misses) == (0, 1)
@@ -446,7 +446,7 @@ async def test_what_a_gate_refuses_is_answered_from_all_chunks() -> None:
 
 async def test_a_prompt_is_counted_as_it_is_asked() -> None:
     backend = backend_of(FakeEngine(), policy=None)
-    few = await backend.count(request(question="What is frequent?"))
+    few = await backend.count(request(question="What is frequent?", scores=(0.2, 0.1, 0.9)))
     ids = PromptRenderer(TEMPLATE, byte_tokenizer()).tokenize("What is frequent?", TEXTS[2:], [])
     assert few == len(ids.all)
     assert await backend.count(request(policy=Reuse())) > few
