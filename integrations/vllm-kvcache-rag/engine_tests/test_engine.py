@@ -37,7 +37,7 @@ def test_an_answer_is_that_under_the_block_mask(
 
 def test_one_chunk_behind_the_prefix_is_exact_whatever_follows(engine: SmallEngine) -> None:
     """What `BestFew` asks: the best chunk comes from the store, further ones with the question."""
-    case = random_case(20)
+    case = random_case(90)
     engine.keep(case)
     engine.forget()
     best, *others = case.chunks
