@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from corpus_traps import TEMPLATE, saved_model, write_lines
 from small import make_model, make_tokenizer
+from zoo import build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine
+from kvcache_rag import BestFew, DiskStore, Engine
 from kvcache_rag.codecs import by_name
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.models.adapters import note_training
 from kvcache_rag.stores.folder import Folder
 from kvcache_rag_server.corpus.run import Build, InProcess, Tally, batches, tidy
 from kvcache_rag_server.corpus.texts import Item, JsonLines, Reading, Text
@@ -47,6 +49,25 @@ def built(settings: BuildSettings, corpus: str, **options: Any) -> Build:
     build = Build(settings, JsonLines(corpus), InProcess(), **options)
     build.run()
     return build
+
+
+def test_what_no_question_would_find_is_not_built(tmp_path: Path) -> None:
+    """Keys that cannot move are of use to the default policy, unless it is plain reuse."""
+    model = build("gpt2")
+    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    settings = BuildSettings(model=str(tmp_path / "gpt2"), kv_dir=str(tmp_path / "kv"))
+    note_training(model.config, blocks=True)
+    model.save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"learned .* would be of no use"):
+        settings.open()
+    note_training(model.config, blocks=False)
+    model.save_pretrained(tmp_path / "gpt2")
+    engine = settings.open()
+    assert engine.policy == BestFew()
+    keys = engine.add(TEXTS)
+    metrics = serving(settings).generate("who?", TEXTS, max_new_tokens=1).metrics
+    assert metrics.hits == {"disk": 1}
+    assert metrics.reused_tokens == keys[metrics.answered_from[0]].tokens
 
 
 # ---------------------------------------------------------------------- corpora
