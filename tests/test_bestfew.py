@@ -51,6 +51,7 @@ from kvcache_rag.integration import JsonGrammars
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.policies.bestfew import MOST
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.policies.selection import candidates
 from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -451,18 +452,30 @@ def test_so_many_are_chosen_as_there_are(count: int) -> None:
     assert BestFew(count).chosen(Retrieved("", ())) == ()
 
 
-def test_without_a_count_a_further_one_has_to_add_something() -> None:
-    asked = "When was the Elbe bridge of Torgau opened?"
-    first = "The Elbe bridge was opened in 1994."
-    other, alike = "Torgau lies in Saxony.", "Bananas grow in warm countries."
-    # Of four, as what all have says nothing.
-    two = Retrieved(asked, (first, alike, other, alike))
-    assert BestFew().chosen(two) == (0, 2)
-    assert BestFew().chosen(Retrieved(asked, (first, first, first, alike)))[0] == 0
-    assert len(BestFew().chosen(Retrieved(asked, (first, first, first, alike)))) == 1
-    # Who knows no word of the question knows of no chunk that would add one.
-    assert BestFew().chosen(Retrieved("", (first, other))) == (0,)
-    assert BestFew().chosen(Retrieved(asked, (first, ""))) == (0,)
+OTHERS = tuple(f"Bananas of kind {number} grow in warm countries." for number in range(9))
+
+
+def test_without_a_count_one_that_stands_out_is_alone() -> None:
+    found = "The bridge of Torgau over the Elbe was opened in 1994."
+    asked = "Was the Elbe bridge of Torgau opened?"
+    for texts in ((found, *OTHERS), (*OTHERS, found), (*OTHERS[:4], found, *OTHERS[4:])):
+        assert BestFew().chosen(Retrieved(asked, texts)) == (texts.index(found),)
+    scores = (0.0, 9.0, *[0.0] * 8)
+    assert BestFew().chosen(Retrieved("", ("a",) * 10, scores)) == (1,)
+
+
+def test_without_a_count_those_that_are_alike_are_taken_together() -> None:
+    found = "The bridge of Torgau over the Elbe was opened in 1994."
+    asked = "Was the Elbe bridge of Torgau opened?"
+    two = Retrieved(asked, (*OTHERS[:4], found, *OTHERS[4:], found), (1.0,) * 11)
+    assert BestFew().chosen(two) == (4, 10)
+    many = Retrieved(asked, (*OTHERS, *[found] * (MOST + 2)), (1.0,) * (11 + MOST))
+    assert BestFew().chosen(many) == tuple(range(9, 9 + MOST))
+    # Of two, scores alone do not say how far they are apart.
+    for scores in ((5.0, 1.0), (5.0, 4.9), (1e-9, 0.0), (-1.0, -7e9)):
+        assert BestFew().chosen(Retrieved("", ("a", "b"), scores)) == (0, 1)
+        assert BestFew().chosen(Retrieved("", ("a", "b"), scores[::-1])) == (1, 0)
+    assert BestFew().chosen(Retrieved("", ("a",))) == (0,)
 
 
 def test_words_find_what_scores_alone_miss() -> None:
@@ -506,11 +519,13 @@ def untrained(name: str) -> Engine:
 def test_law_the_default_of_untrained_models_is_exact(family: str) -> None:
     engine = untrained(family)
     assert engine.policy == BestFew()
-    chosen = BestFew().chosen(Retrieved(QUESTION, tuple(TEXTS)))
-    expected = plain_logits(engine, [TEXTS[index] for index in chosen])
-    assert error(engine.logits(QUESTION, TEXTS), expected) < TOLERANCE
-    assert error(plain_logits(engine, TEXTS), expected) > 10 * TOLERANCE
-    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
+    others = [f"{text[::-1]} and more" for text in TEXTS]
+    texts = [*TEXTS, *others]
+    chosen = BestFew().chosen(Retrieved(QUESTION, tuple(texts)))
+    expected = plain_logits(engine, [texts[index] for index in chosen])
+    assert error(engine.logits(QUESTION, texts), expected) < TOLERANCE
+    assert error(plain_logits(engine, texts), expected) > 10 * TOLERANCE
+    metrics = engine.generate(QUESTION, texts, max_new_tokens=1).metrics
     assert metrics.answered_from == chosen
     assert access.prefiller(engine) is not None
 
