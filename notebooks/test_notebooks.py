@@ -98,7 +98,7 @@ def test_stock_and_stitched_answers_are_right(run: Run) -> None:
 def test_reading_more_again_mends_an_answer(run: Run) -> None:
     reused, ordered, linked = texts(run.new)["dial"].strip().splitlines()
     assert reused.split()[:2] == ["reuse", "0"]
-    assert ordered.startswith("bestlast")
+    assert ordered.startswith("bestfew")
     assert linked.startswith("legolink")
     assert ["RuBisCO" in one for one in (reused, ordered, linked)] == [False, True, False]
 
