@@ -74,7 +74,7 @@ async def test_a_trained_one_answers_right_in_any_order_after_a_restart(tmp_path
                     body = chat(entity, documents=documents, max_tokens=1)
                     told = (await http.post("/v1/chat/completions", json=body)).json()
                     assert told["choices"][0]["message"]["content"].strip() == value
-                    if restart:  # the best one is computed with the question
-                        assert told["kvcache"]["hits"] == {"disk": len(documents) - 1}
+                    if restart:  # further ones are computed with the question
+                        assert told["kvcache"]["hits"] == {"disk": 1}
         finally:
             await backend.close()
