@@ -982,6 +982,6 @@ def test_verify_compares_what_a_hybrid_can_do(
     assert cli.main(["verify", str(saved), *asked, "--out", str(out)]) == 0
     capsys.readouterr()
     names = [one["policy"] for one in json.loads(out.read_text())["policies"]]
-    assert [name.split("(")[0] for name in names] == ["Reuse", "BestLast", "Combination"]
+    assert [name.split("(")[0] for name in names] == ["Reuse", "BestFew", "BestLast", "Combination"]
     gated = Engine.from_pretrained(saved, gate=out)
     assert gated.generate(QUESTION, ORDER, max_new_tokens=1).metrics.gate
