@@ -165,5 +165,6 @@ def test_plain_values_have_them(engine: Engine) -> None:
 
 
 def test_the_page_tells_all_fields_and_reasons() -> None:
-    assert {*Metrics().to_dict(), "prompt"} == FIELDS
+    of_frameworks = {"prompt", "answered_from_ids"}
+    assert {*Metrics().to_dict(), *of_frameworks} == FIELDS
     assert {*get_args(MissReason)} == REASONS
