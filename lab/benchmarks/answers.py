@@ -36,7 +36,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 import numpy as np
 import torch
@@ -113,14 +113,9 @@ class RandomTokens(ReusePolicy):
 
 @dataclass(frozen=True)
 class Fewer(BestLast):
-    """A full prefill of the best chunks alone, as if no more of them had been retrieved.
-
-    Attributes:
-        order: Whether the best stands first of them, or last.
-    """
+    """A full prefill of the best chunks alone, as if no more of them had been retrieved."""
 
     name: ClassVar[str] = "fewer"
-    order: Literal["best first", "best last"] = "best first"
     computes_chunks: ClassVar[bool] = False
 
     @property
@@ -129,17 +124,11 @@ class Fewer(BestLast):
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        # From 1 up it is a number of chunks.
-        count = int(self.share) if self.share >= 1 else max(1, round(self.share * len(scores)))
-        few = ranked[:count]
-        return Arrangement(tuple(few if self.order == "best first" else few[::-1]))
-
-    def __post_init__(self) -> None: ...
+        return Arrangement(tuple(ranked[: max(1, round(self.share * len(scores)))]))
 
 
 MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {
     "fewer": Fewer,
-    "fewerlast": partial(Fewer, order="best last"),
     "random": RandomTokens,
 }
 
