@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent / "langchain-kvcache-rag" / "tests"))
 
-from standard_outcomes import pytest_configure  # noqa: F401
+from standard_outcomes import pytest_configure  # noqa: F401  # pytest calls it

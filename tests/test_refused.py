@@ -162,7 +162,7 @@ def test_a_single_chunk_need_not_move(name: str) -> None:
 @pytest.mark.parametrize("name", IMMOVABLE)
 def test_chunks_that_stay_where_they_are_are_prefilled_at_ingestion(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
-    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
+    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]  # no rows yet
     references = prefilling.prefill(["a", "b"], TEXTS)
     keys = engine.keys(TEXTS)
     assert [one and one.key for one in references] == [key.digest for key in keys]
@@ -183,7 +183,7 @@ NOBODY: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "options"), NOBODY, ids=str)
 def test_nothing_is_stored_that_nobody_could_use(name: str, options: dict[str, Any]) -> None:
     engine = make_engine(name, store=MemoryStore(), **options)
-    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
+    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]  # no rows yet
     with pytest.warns(UserWarning, match=SAID) as said:
         assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
     assert len(said) == 1

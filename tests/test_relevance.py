@@ -161,7 +161,7 @@ def test_a_chunk_that_is_known_by_its_key_alone_leaves_the_retrievers_order() ->
 
 @pytest.mark.parametrize(
     "wrong",
-    [5, None, b"text", StoredChunk(ChunkKey("0", "0", "", 3, 1), 5)],  # type: ignore[arg-type]
+    [5, None, b"text", StoredChunk(ChunkKey("0", "0", "", 3, 1), 5)],  # type: ignore[arg-type]  # no text
 )
 def test_what_is_no_chunk_is_left_to_who_says_so(wrong: Any) -> None:
     assert retrieved_chunks(ASKED, ["a", wrong], None).texts == ("a", "")

@@ -991,8 +991,8 @@ class Engine(NamedArguments):
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> tuple[Request, Request]:
         """What is let be answered, with the chunks one by one and as the policy wants."""
-        asked = given_policy(options.get("policy")) or self.policy
-        policy, note = self._admission.gated(asked, has_chunks=bool(chunks))
+        wanted = given_policy(options.get("policy")) or self.policy
+        policy, note = self._admission.gated(wanted, has_chunks=bool(chunks))
         request = self._planner.request(question, chunks, **{**options, "policy": policy})
         request = self._admission.admitted(replace(request, gate=note))
         if self._joint is None or not request.policy.joint:

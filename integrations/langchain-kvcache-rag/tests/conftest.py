@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
-from standard_outcomes import pytest_configure  # noqa: F401
+from standard_outcomes import pytest_configure  # noqa: F401  # pytest calls it
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from langchain_kvcache_rag import ChatKVCache
