@@ -120,6 +120,10 @@ def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
     apart = scores["bestfew"]["against full"]
     value, low, high = (f"{100 * apart[name]:+.1f}" for name in ("value", "low", "high"))
     assert f"{value} points against full prefill ({low} to {high})" in text
+    for row in report["by documents needed"]:
+        if (row["model"], row["half"], row["policy"]) == ("qwen05", 2, "bestfew"):
+            ends = (f"{100 * row['against full'][end]:+.1f}" for end in ("value", "low", "high"))
+            assert "{} ({} to {})".format(*ends) in text
 
 
 def test_the_readme_says_what_smollm2_gains_and_what_chunks_take() -> None:

@@ -46,6 +46,11 @@ COMPARED: Final = (
 )
 """What docs/policies.md shows, of those that a model was asked by."""
 FULL: Final = "full"
+KINDS: Final = {
+    "one document": ("squad", "nq"),
+    "two documents": ("hotpotqa", "2wiki", "musique"),
+}
+"""How many documents a question needs, by the sets that ask such."""
 HALVES: Final = "1 where the first byte of SHA-256 of a row's id is even, else 2"
 COLUMNS: Final = ("right", "f1", "wrong_document", "kl", "answer", "computed", "hit")
 
@@ -372,18 +377,22 @@ def report_of(kept: Mapping[str, Any]) -> dict[str, Any]:
         "scores": [],
         "every policy": [],
         "set by set": [],
+        "by documents needed": [],
         "by best document": [],
         "first tokens": [],
     }
     for name, one in results.items():
         for half in halves(one):
             tables["scores"] += _table(name, one, half)
-            for part in one.sets:
-                rows = _table(name, one, half, (part,))
-                shown = ("model", "half", "set", "policy", "rows", "right", "against full")
-                tables["set by set"] += [
-                    {column: row.get(column, part) for column in shown} for row in rows
-                ]
+            shown = ("model", "half", "set", "policy", "rows", "right", "against full")
+            parts = {part: [part] for part in one.sets}
+            kinds = {kind: [part for part in sets if part in parts] for kind, sets in KINDS.items()}
+            for table, groups in (("set by set", parts), ("by documents needed", kinds)):
+                for group, sets in groups.items():
+                    tables[table] += [
+                        {column: row.get(column, group) for column in shown}
+                        for row in (_table(name, one, half, sets) if sets else ())
+                    ]
         asked = {label for rows in one.sets.values() for label in rows.found}
         compared = common(one, [label for label in COMPARED if label in asked])
         for half in halves(compared):
