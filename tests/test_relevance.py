@@ -192,3 +192,8 @@ def test_endings_and_case_do_not_matter() -> None:
 def test_a_word_that_few_have_says_more_than_one_that_all_have() -> None:
     texts = ("the form the form the form", "the form 4711", "the form of the year")
     assert Retrieved("the form 4711", texts).ranked()[0] == 1
+
+
+def test_without_scores_a_name_counts_whatever_else_no_chunk_has() -> None:
+    texts = ("The director of Savo is Osha.", "She lives in Bran.", "The Mobrit costs 412 euros.")
+    assert Retrieved("What does the Mobrit cost?", texts).ranked()[0] == 2

@@ -54,14 +54,14 @@ class Retrieved:
     @cached_property
     def relevance(self) -> tuple[float, ...]:
         """How well each chunk matches, in standard deviations; the same for scores a·s + b."""
+        words = _standardised(self._words.scores)
         if self.scores is None:
-            order: Sequence[float] = range(0, -len(self), -1)
-            known = [_UNSCORED * one for one in _standardised(order)]
-        else:
-            known = _standardised(self.scores)
-        # Words count as far as the chunks have them: of another language it is a few names.
-        words = (self._words.known * one for one in _standardised(self._words.scores))
-        return tuple(map(sum, zip(known, words, strict=True)))
+            order = (_UNSCORED * one for one in _standardised(range(0, -len(self), -1)))
+            return tuple(map(add, order, words))
+        # Beside scores words count as far as the chunks have them: of another language it is a few
+        # names.
+        found = (self._words.known * one for one in words)
+        return tuple(map(add, _standardised(self.scores), found))
 
     def ranked(self) -> tuple[int, ...]:
         """Numbers of the chunks, best first; of equal ones, the first is better."""
