@@ -138,7 +138,7 @@ class _Run:
             tokens = sum(sample.row_tokens for sample in portion.samples)
             return selection_loss(self._watched, portion.samples), tokens
         batch = learner.batch(portion.samples)
-        return answer_loss(learner.logits(batch), batch), batch.tokens
+        return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:
         """Held-out samples as ids; those that do not fit are left out."""

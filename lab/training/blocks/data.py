@@ -44,8 +44,8 @@ LONGEST: Final = 2000  # characters of a plain text
 
 Row = dict[str, Any]
 Asked = tuple[str, tuple[str, ...]]  # a question and its answers
-Own = dict[tuple[str, str], str]
-"""Answers of the model itself by paragraph and question."""
+Own = dict[tuple[str, str], tuple[str]]
+"""The answer of the model itself by paragraph and question."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,7 @@ def learned(squad: Squad, own: Own) -> Iterator[Row]:
             for place in squad.contexts[gold]
             if place != gold and place in squad.asked and not is_apart(place)
         ]
-        asked = [
-            (question, (own.get((gold, question), answers[0]), *answers))
-            for question, answers in mine
-        ]
+        asked = [(text, (*own.get((gold, text), ()), *answers)) for text, answers in mine]
         if others:
             asked.append(rng.choice(squad.asked[rng.choice(others)]))
             asked.append(_both(rng.choice(mine), rng.choice(squad.asked[rng.choice(others)])))
@@ -206,7 +203,7 @@ def write(data: Path, out: Path) -> dict[str, int]:
     squad = Squad.read(data / "train")
     out.mkdir(parents=True, exist_ok=True)
     said = {
-        (row["gold"], row["question"]): row["answer"]
+        (row["gold"], row["question"]): (row["answer"],)
         for row in lines(out / ANSWERS)
         if row["answer"]
     }

@@ -21,6 +21,7 @@ STEPS: Final = 360
 COMPARED_STEPS: Final = 60
 RANK: Final = 16
 PACKET: Final = 4  # vectors before and as many behind a chunk
+HOLDOUT: Final = 24  # contexts and texts to measure with
 RATE: Final = 5e-4  # of LoRA
 
 
@@ -50,7 +51,7 @@ def recipe(
         out: Folder that holds `data` and takes the adapter.
         mask: "full" for the control.
         train: LoRA on attention's projections or on all linear layers, or vectors around chunks.
-        steps: Of the optimiser, of 5,632 tokens each.
+        steps: Of the optimiser, of about 5,000 tokens each.
         seed: Of data order and adapters.
         device: None for CUDA if there is one.
         name: Of the adapter's folder in `out`; "" for one that says mask, kind and seed.
@@ -66,7 +67,7 @@ def recipe(
         plain_share=0.3,  # two thirds of it instructions: a fifth of all
         steps=steps,
         batch_tokens=2816,
-        accumulate=2,
+        accumulate=3,
         rate=None if is_packet else RATE,
         lora=0 if is_packet else RANK,
         lora_modules="attention" if train == "attention" else "all-linear",
@@ -74,7 +75,7 @@ def recipe(
         keep_adapter=True,
         precision=precision(device),
         seed=seed,
-        holdout=24,
+        holdout=HOLDOUT,
         save_every=30,
         device=device,
         **further,
