@@ -179,10 +179,12 @@ def test_dialogues_come_beside_half_as_many_texts(data: Path, tmp_path: Path) ->
         ("It is 18 feet.", "stop", None),
         ("I do not know.", "stop", None),
         ("It is 8 feet, and", "length", None),
+        ("It is 8 feet. Yes! And", "length", "It is 8 feet. Yes!"),
+        ("It is not 9. But 8", "length", None),
         ("", "stop", None),
     ],
 )
-def test_an_answer_is_kept_if_it_is_right_and_whole(
+def test_an_answer_is_kept_if_its_whole_sentences_are_right(
     text: str, reason: Any, kept: str | None
 ) -> None:
     assert right(Answer(text, None, finish_reason=reason), ("8", "the", "tower")) == kept  # type: ignore[arg-type]  # not looked at
@@ -223,7 +225,7 @@ def test_none_of_the_measured_instructions_is_new() -> None:
     for instruction in measured.INSTRUCTIONS:
         assert not is_new(instruction)
         assert not is_new(f"Please: {instruction.upper()} Thank you.")
-    assert not is_new("Why is the sky")
+    assert not is_new("The sky is blue")
     assert not is_new("Hello!")
     assert is_new("Write a function that sorts words by their length.")
 

@@ -295,7 +295,7 @@ def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
     float32 copies that it needs otherwise take 5 GiB.
     """
     labels = batch.labels.to(logits.device).flatten()
-    pieces = zip(logits.flatten(0, 1).split(PIECE), labels.split(PIECE), strict=True)
+    pieces = zip(torch.split(logits.flatten(0, 1), PIECE), torch.split(labels, PIECE), strict=True)
     losses = [checkpoint(_summed_loss, *piece, use_reentrant=False) for piece in pieces]
     return torch.stack(losses).sum() / (labels != IGNORED).sum()
 

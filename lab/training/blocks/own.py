@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
 BATCH: Final = 8
 ANSWER_TOKENS: Final = 48
 TURN_TOKENS: Final = 64
-REPLY_TOKENS: Final = 192
+REPLY_TOKENS: Final = 320
 TOP_P: Final = 0.9
 SHORTEST: Final = 3  # words of a user's turn
 
 _MARK: Final = "@@kvcache-rag-turn@@"
+
+_SENTENCES: Final = re.compile(r".*[.!?](?=\s|$)", re.DOTALL)
 
 _MEASURED: Final = tuple(map(normalised, measured.INSTRUCTIONS))
 
@@ -77,12 +80,15 @@ def write_answers(model: str, squad: Squad, out: Path, count: int, device: str |
 
 
 def right(answer: Answer, answers: Sequence[str]) -> str | None:
-    """The text of an answer that came to its end and contains a right one, else None."""
+    """The text of an answer that contains a right one, as far as its sentences are whole."""
     text = answer.text.strip()
+    if answer.finish_reason == "length":
+        whole = _SENTENCES.match(text)
+        text = whole.group() if whole else ""
     wanted = [known for one in answers if (known := normalised(one))]
     # Whole words: "8" is a part of other numbers.
     is_right = any(f" {one} " in f" {normalised(text)} " for one in wanted)
-    return text if is_right and answer.finish_reason != "length" else None
+    return text if is_right else None
 
 
 def write_instructions(model: str, out: Path, count: int, device: str | None) -> int:
