@@ -186,6 +186,7 @@ class Engine(NamedArguments):
             self.context_window,
             longest,
             self._adapter.why_no_longer(self.context_window, longest),
+            self._adapter.width,
         )
         # What the chunks are addressed by; a model without a prefiller has none.
         self._weights = None if loader is None else self._adapter.weights.identity

@@ -14,7 +14,7 @@ from zoo import byte_tokenizer
 
 from kvcache_rag import BestFew, BestLast, CacheBlend, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.models.pretrained import is_trained
+from kvcache_rag.models.pretrained import is_trained, width_of
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.template import PromptTemplate
 from kvcache_rag.verdict import Gate, Identity, PolicyScore, Verdict
@@ -253,16 +253,18 @@ async def test_servers_do_as_their_model_wants_unless_they_are_told_otherwise(
 
 def test_what_a_model_was_trained_for_is_told_without_its_weights(tmp_path: Path) -> None:
     for name, config, expected in (
-        ("plain", {"model_type": "llama"}, False),
-        ("blocks", {"model_type": "llama", "kvcache_rag": {"trained_for": "blocks"}}, True),
-        ("Tulu3-Block-FT", {"model_type": "llama"}, True),
+        ("plain", {"hidden_size": 64}, False),
+        ("blocks", {"hidden_size": 64, "kvcache_rag": {"trained_for": "blocks"}}, True),
+        ("Tulu3-Block-FT", {"hidden_size": 64}, True),
         ("tokenizer", None, False),
     ):
         folder = tmp_path / name
         folder.mkdir()
         if config is not None:
-            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            written = json.dumps({"model_type": "llama", **config})
+            (folder / "config.json").write_text(written, encoding="utf-8")
         assert is_trained(str(folder), {}) == expected
+        assert width_of(str(folder), {}) == (0 if config is None else 64)
 
 
 @pytest.mark.parametrize(

@@ -286,13 +286,29 @@ def is_trained(name: str, options: dict[str, Any]) -> bool:
         name: Of the model.
         options: Of the hub, such as `revision`.
     """
+    return trained_for_blocks(SimpleNamespace(config=_config(name, options)))
+
+
+def width_of(name: str, options: dict[str, Any]) -> int:
+    """The hidden size of a model, as its config says, without its weights; 0 where it says none.
+
+    Args:
+        name: Of the model.
+        options: Of the hub, such as `revision`.
+    """
+    config = _config(name, options)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "hidden_size", 0) or 0)
+
+
+def _config(name: str, options: dict[str, Any]) -> Any:
+    """What a model says about itself; its place alone where there is no more than a tokenizer."""
     place = resolve(name)
-    config: Any = SimpleNamespace(_name_or_path=place)
-    with suppress(OSError, ValueError):  # there may be no more than a tokenizer
-        config = transformers.AutoConfig.from_pretrained(
+    with suppress(OSError, ValueError):
+        return transformers.AutoConfig.from_pretrained(
             place, **{**options, **reached(place, options)}
         )
-    return trained_for_blocks(SimpleNamespace(config=config))
+    return SimpleNamespace(_name_or_path=place)
 
 
 def own_dtype(name: str) -> torch.dtype:

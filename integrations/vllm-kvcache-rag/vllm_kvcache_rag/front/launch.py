@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, RemoteServerError
-from kvcache_rag.models.pretrained import brought_template, is_trained, load_tokenizer
+from kvcache_rag.models.pretrained import brought_template, is_trained, load_tokenizer, width_of
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.policies.default import default_policy
 from kvcache_rag.verdict import Gate
@@ -45,7 +45,7 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
         policy = default_policy(trained=is_trained(settings.model, options))
     return VLLMBackend(
         [EngineClient(url) for url in settings.base_url],
-        Prompts(tokenizer, template, window),
+        Prompts(tokenizer, template, window, width_of(settings.model, options)),
         key,
         model=described.model,
         name=settings.name,

@@ -49,6 +49,7 @@ class LlamaCppForCausalLM:
         config: Any = PretrainedConfig()
         config.name_or_path = str(llama.path)
         config.vocab_size = llama.vocabulary
+        config.hidden_size = llama.lib.llama_model_n_embd(llama.model)
         config.max_position_embeddings = llama.trained_length
         config.eos_token_id = ends
         config.model_type = llama.architecture
