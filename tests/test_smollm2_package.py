@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 PROJECT = Path(__file__).resolve().parent.parent / "integrations" / "kvcache-rag-smollm2"
-FACTS = {"command": "python -m training.smollm2.train block", "device": "two cores", "hours": 1.5}
+FACTS = {"command": "python -m training.blocks smollm2", "device": "two cores", "hours": 1.5}
 CONFIRMATION = {
     "description": "Measured once.",
     "tables": {"Bars": [{"bar": "a", "points": 1.23456, "low": None, "holds": True}]},

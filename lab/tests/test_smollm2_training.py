@@ -1,11 +1,11 @@
-"""What SmolLM2 is fine-tuned on, and what it is confirmed with: nothing leaks, nothing is moved."""
+"""What SmolLM2's adapter is confirmed with: nothing leaks, nothing is moved."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from squad_files import ARTICLES, PARAGRAPHS, write_squad
 
 from benchmarks.common import described
 from training.smollm2.confirm import (
@@ -19,100 +19,17 @@ from training.smollm2.confirm import (
     results,
     task,
 )
-from training.smollm2.data import REFUSAL, Squad, is_apart, write
 from training.smollm2.figures import figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-ARTICLES = 12
-PARAGRAPHS = 6
-
-
-def text_of(article: int, paragraph: int) -> str:
-    return f"Town {article} has in its part {paragraph} a tower of {article}x{paragraph} feet."
-
-
-def name_of(article: int, paragraph: int) -> str:
-    return f"A{article}-p{paragraph}"
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of the shape of SQuAD's, of paragraphs written here."""
-    folder = tmp_path_factory.mktemp("data")
-    places = [(a, p) for a in range(ARTICLES) for p in range(PARAGRAPHS)]
-    corpus = [
-        {"id": name_of(*place), "title": f"A{place[0]}", "text": text_of(*place)}
-        for place in places
-    ]
-    asked = []
-    for article, paragraph in places:
-        gold = name_of(article, paragraph)
-        documents = [gold] + [
-            name_of((article + step) % ARTICLES, (paragraph + 1) % PARAGRAPHS)
-            for step in (0, 1, 2, 3)
-        ]
-        asked += [
-            {
-                "id": f"{gold}-{number}",
-                "question": f"{word} is the tower in part {paragraph} of town {article}?",
-                "answers": [f"{article}x{paragraph}", f"{article}x{paragraph} feet"],
-                "gold": gold,
-                "documents": documents,
-            }
-            for number, word in enumerate(("How high", "How tall", "How big"))
-        ]
-    (folder / "train").mkdir()
-    for path, rows in (
-        ("train/squad_train_corpus.jsonl", corpus),
-        ("train/squad_train_questions.jsonl", asked),
-        ("squad_corpus.jsonl", corpus),
-        ("squad_queries.jsonl", asked),
-    ):
-        (folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_what_is_kept_apart_is_never_learned(data: Path, tmp_path: Path) -> None:
-    write(data, tmp_path)
-    golds = set(Squad.read(data / "train").contexts)
-    apart = {gold for gold in golds if is_apart(gold)}
-    assert apart
-    assert apart != golds
-    own = {row["question"] for row in rows(tmp_path / "apart.jsonl")}
-    assert len(own) == 3 * len(apart)
-    for row in rows(tmp_path / "learned.jsonl"):
-        assert not any(question in row["question"] for question in own)
-
-
-def test_every_answer_stands_in_the_documents_and_no_refused_one_does(
-    data: Path, tmp_path: Path
-) -> None:
-    write(data, tmp_path)
-    heights = {
-        f"{word} is the tower in part {p} of town {a}?": f"{a}x{p}"
-        for word in ("How high", "How tall", "How big")
-        for a in range(ARTICLES)
-        for p in range(PARAGRAPHS)
-    }
-    kinds = {"own": 0, "both": 0, "refused": 0}
-    for row in rows(tmp_path / "learned.jsonl"):
-        shown = " ".join(document["text"] for document in row["documents"])
-        if row["answers"] == [REFUSAL]:
-            kinds["refused"] += 1
-            assert heights[row["question"]] not in shown
-            continue
-        kinds["both" if "; " in row["answers"][0] else "own"] += 1
-        for part in row["answers"][0].split("; "):
-            assert part in shown
-        assert len(row["documents"]) == 5
-    assert min(kinds.values()) > 5
+    return write_squad(tmp_path_factory.mktemp("data"))
 
 
 def test_the_set_of_confirmation_has_the_gold_one_and_four_that_do_not_answer(data: Path) -> None:

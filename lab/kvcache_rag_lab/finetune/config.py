@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 Objective = Literal["answers", "selection"]
 """`answers`: say the right words; `selection`: attend to what matters (CacheClip's auxiliary)."""
 Precision = Literal["fp32", "bf16"]
+LoraModules = Literal["all-linear", "attention"]
 SCHEMES: Final = ("reordered", "composite")
 FULL_RATE: Final = 1e-5  # TurboRAG's
 LORA_RATE: Final = 1e-4
+PACKET_RATE: Final = 5e-3
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class FinetuneConfig:
         batch_tokens: Tokens of a forward pass at most, padding and copies of the prefix included
             ("bf16" pads rows a little more, to multiples of 64).
         accumulate: Forward passes per step; two, so that a step learns from chunks and plain text.
-        rate: Highest learning rate of AdamW; None for 1e-5, and 1e-4 with LoRA.
+        rate: Highest learning rate of AdamW; None for 1e-5, 1e-4 with LoRA, 5e-3 for a packet.
         warm_up: Share of the steps in which the rate rises from 0; it then falls linearly to 0.
         weight_decay: Of AdamW.
         clip: Largest norm of the gradient.
@@ -109,6 +111,13 @@ class FinetuneConfig:
         save_every: Steps between checkpoints.
         device: None for CUDA if there is one.
         work: Checkpoints and log; None for `OUT.work`.
+        lora_modules: What has adapters: all linear layers, or the projections of attention alone.
+        packet: Vectors before each chunk, and as many behind it, that alone are trained (KV Packet,
+            arXiv 2604.13226): those of control tokens that no chat uses, with which the template
+            then wraps chunks; 0 for none.
+        checkpoint: Folder that gets the adapter alone, rounded to bfloat16, with each checkpoint:
+            what travels to another machine; None for none.
+        resume: Go on from what is in `checkpoint`, where that is further than `work`.
     """
 
     model: str
@@ -138,6 +147,10 @@ class FinetuneConfig:
     save_every: int = 100
     device: str | None = None
     work: Path | None = None
+    lora_modules: LoraModules = "all-linear"
+    packet: int = 0
+    checkpoint: Path | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         check_settings(FinetuneConfig, vars(self))
@@ -148,8 +161,7 @@ class FinetuneConfig:
             raise InvalidInputError("plain_share must be below 1, so that chunks are learned about")
         if self.data.questions < 1:
             raise InvalidInputError("a context needs at least one question")
-        if self.keep_adapter and not self.lora:
-            raise InvalidInputError("keep_adapter needs adapters; set lora to their rank, say 16")
+        _check_adapter(self)
         if self.teacher is not None and self.objective != "selection":
             raise InvalidInputError('a teacher belongs to objective="selection"')
         if self.objective == "selection":
@@ -171,7 +183,12 @@ class FinetuneConfig:
     @property
     def highest_rate(self) -> float:
         """The learning rate behind the warm-up."""
-        return self.rate or (LORA_RATE if self.lora else FULL_RATE)
+        return self.rate or (PACKET_RATE if self.packet else LORA_RATE if self.lora else FULL_RATE)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return bool(self.lora or self.packet)
 
     @property
     def plain_batches(self) -> float:
@@ -194,9 +211,19 @@ class FinetuneConfig:
 
     def settings(self) -> dict[str, Any]:
         """What the weights depend on, beside the data, as plain values."""
-        elsewhere = ("out", "work", "save_every")
+        elsewhere = ("out", "work", "save_every", "checkpoint", "resume")
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        for name in ("lora_modules", "packet"):  # runs that began before there was a choice go on
+            if values[name] == getattr(FinetuneConfig, name):
+                del values[name]
         return {key: value for key, value in values.items() if key not in elsewhere}
+
+    def travelling_settings(self) -> dict[str, Any]:
+        """`settings` without what may differ from machine to machine."""
+        values = self.settings()
+        values["data"].pop("path", None)
+        here = ("model", "teacher", "plain", "precision", "gradient_checkpointing", "attention")
+        return {key: value for key, value in values.items() if key not in (*here, "device")}
 
 
 def _check_choices(config: FinetuneConfig) -> None:
@@ -204,6 +231,7 @@ def _check_choices(config: FinetuneConfig) -> None:
         ("positions", SCHEMES),
         ("objective", get_args(Objective)),
         ("precision", get_args(Precision)),
+        ("lora_modules", get_args(LoraModules)),
     ):
         value = getattr(config, name)
         if value not in allowed:
@@ -222,9 +250,22 @@ def _check_numbers(config: FinetuneConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise InvalidInputError(f"{name} must be above 0, not {value}")
-    for name in ("lora", "weight_decay"):
+    for name in ("lora", "packet", "weight_decay"):
         if not 0 <= getattr(config, name) < math.inf:
             raise InvalidInputError(f"{name} must not be negative, not {getattr(config, name)}")
+
+
+def _check_adapter(config: FinetuneConfig) -> None:
+    if config.keep_adapter and not config.trains_adapter:
+        raise InvalidInputError("keep_adapter needs adapters; set lora to their rank, say 16")
+    if config.packet and config.lora:
+        raise InvalidInputError("a packet is trained alone, the model being frozen; set lora to 0")
+    if config.checkpoint is not None and not config.trains_adapter:
+        raise InvalidInputError(
+            "checkpoint holds an adapter alone; set lora to its rank, or leave checkpoint out"
+        )
+    if config.resume and config.checkpoint is None:
+        raise InvalidInputError("resume goes on from a checkpoint; name its folder")
 
 
 def _check_upper(config: FinetuneConfig) -> None:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.adapters import is_adapter, note_training, write_training
@@ -22,6 +23,7 @@ from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.names import PACKAGED, resolve
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
+from kvcache_rag_lab.finetune.adapters import lora_modules, packet_tokens, with_packet
 from kvcache_rag_lab.finetune.attention import use_tiled_attention
 from kvcache_rag_lab.finetune.forward import Forward, MaskedForward, StitchedForward
 from kvcache_rag_lab.finetune.packing import IGNORED, Batch
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag_lab.finetune.config import FinetuneConfig
     from kvcache_rag_lab.finetune.sources import Encoded
+
+PIECE: Final = 256  # tokens whose loss is computed together
 
 
 @dataclass(eq=False)
@@ -70,13 +74,13 @@ class Learner:
             UnsupportedModelError: If its keys cannot be moved, so that chunks could not be reused.
             MissingExtraError: If LoRA is asked for and peft is not installed.
         """
-        if config.lora:
+        if config.trains_adapter:
             _need_peft()
         if is_adapter(Path(resolve(config.model))):
             raise InvalidInputError(
                 f"{config.model} is an adapter; merge it into its base model and name the result"
             )
-        low = (frozen or config.lora > 0) and config.precision == "bf16"
+        low = (frozen or config.trains_adapter) and config.precision == "bf16"
         options = {"attn_implementation": config.attention} if config.attention else {}
         model, tokenizer, brought = load(
             config.model,
@@ -110,20 +114,17 @@ class Learner:
 
     def _prepare(self) -> None:
         model, config = self.adapter.model, self.config
-        if config.lora:
+        if config.trains_adapter:
             import peft
 
-            settings = peft.LoraConfig(
-                r=config.lora,
-                lora_alpha=2 * config.lora,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
+            settings = self._adapter_settings()
             torch.manual_seed(config.seed)
             with warnings.catch_warnings():
                 # peft asks transformers by a name that transformers is about to drop.
                 warnings.simplefilter("ignore", FutureWarning)
                 self.peft = peft.get_peft_model(model, settings)
+            for parameter in self.trained.values():  # vectors of tokens have the dtype of the rest
+                parameter.data = parameter.data.float()
         else:
             model.requires_grad_(requires_grad=True)
         if config.gradient_checkpointing:
@@ -134,6 +135,22 @@ class Learner:
             # The second is the first's name in older versions of transformers.
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+    def _adapter_settings(self) -> Any:
+        """PEFT's settings of what is trained; a packet changes the template, too."""
+        import peft
+
+        config = self.config
+        if config.lora:
+            return peft.LoraConfig(
+                r=config.lora,
+                lora_alpha=2 * config.lora,
+                target_modules=lora_modules(self.adapter.model, config.lora_modules),
+                task_type="CAUSAL_LM",
+            )
+        tokens = packet_tokens(self.tokenizer, self.template, config.packet)
+        self.template, self.brought = with_packet(self.template, [*tokens]), True
+        return peft.TrainableTokensConfig(token_indices=[*tokens.values()], task_type="CAUSAL_LM")
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -164,8 +181,12 @@ class Learner:
         Returns:
             `(rows, kept, vocabulary)` float32.
         """
+        return self.rounded_logits(batch).float()
+
+    def rounded_logits(self, batch: Batch) -> Tensor:
+        """The same in the dtype of the computation."""
         with self.rounding():
-            return self.forward.logits(batch).float()
+            return self.forward.logits(batch)
 
     def rounding(self) -> AbstractContextManager[Any]:
         """What activations are computed in."""
@@ -217,11 +238,8 @@ class Learner:
 
     def _write_model(self, folder: Path) -> None:
         if self.peft is not None:
-            # Another process has to find the base model again.
-            self.peft.peft_config["default"].base_model_name_or_path = _findable(self.config.model)
+            self.describe_adapter(folder)
             self.peft.save_pretrained(folder)
-            if self.config.teaches_blocks:
-                write_training(folder)
         else:
             model = self.adapter.model
             for parameter in model.parameters():
@@ -233,12 +251,57 @@ class Learner:
         if self.brought:
             _write(folder / FILE_NAME, text_fields(self.template))
 
+    def describe_adapter(self, folder: Path) -> None:
+        """Write what an adapter's folder holds beside its weights."""
+        described = self.peft.peft_config["default"]
+        # Another process has to find the base model again.
+        described.base_model_name_or_path = _findable(self.config.model)
+        described.save_pretrained(folder)
+        if self.config.teaches_blocks:
+            write_training(folder)
+        if self.brought:
+            _write(folder / FILE_NAME, text_fields(self.template))
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The adapter by PEFT's names, on the CPU in bfloat16."""
+        from peft import get_peft_model_state_dict
+
+        named = get_peft_model_state_dict(self.peft)
+        return {name: value.detach().to("cpu", torch.bfloat16) for name, value in named.items()}
+
+    def load_adapter_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take an adapter's weights over.
+
+        Raises:
+            InvalidInputError: If they are another adapter's.
+        """
+        from peft import set_peft_model_state_dict
+
+        own = self.adapter_weights()
+        if {name: value.shape for name, value in own.items()} != {
+            name: value.shape for name, value in weights.items()
+        }:
+            raise InvalidInputError(
+                "the weights of the checkpoint are not those of this adapter; go on with the "
+                "model and the settings that wrote it"
+            )
+        set_peft_model_state_dict(self.peft, {k: v.float() for k, v in weights.items()})
+
 
 def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy over everything learned, a scalar."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1), batch.labels.to(logits.device).flatten(), ignore_index=IGNORED
-    )
+    """Mean cross-entropy over everything learned, a scalar, float32 in every precision.
+
+    In pieces that are computed again for their gradients: of 150,000 words and 2,800 tokens the
+    float32 copies that it needs otherwise take 5 GiB.
+    """
+    labels = batch.labels.to(logits.device).flatten()
+    pieces = zip(torch.split(logits.flatten(0, 1), PIECE), torch.split(labels, PIECE), strict=True)
+    losses = [checkpoint(_summed_loss, *piece, use_reentrant=False) for piece in pieces]
+    return torch.stack(losses).sum() / (labels != IGNORED).sum()
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def _need_peft() -> None:

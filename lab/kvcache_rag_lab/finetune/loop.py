@@ -1,7 +1,8 @@
 """The training loop, and the folder from which a stopped run goes on, bit for bit.
 
 `Trainer` takes steps: rate, log, checkpoints, and stopping when asked to.  `RunFolder` keeps what
-it needs to go on: weights, optimiser, random states, place in the data.
+it needs to go on: weights, optimiser, random states, place in the data.  What another machine goes
+on from is in `carried`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from types import FrameType
 
     from torch import Tensor
 
+    from kvcache_rag_lab.finetune.carried import Carried, CarriedFolder
     from kvcache_rag_lab.finetune.config import FinetuneConfig
     from kvcache_rag_lab.finetune.learner import Learner
     from kvcache_rag_lab.finetune.packing import Feed, Portion
 
 
 _LOCK: Final = "lock"
+
+RESUMED_WARM_UP: Final = 10
+"""Steps in which the rate rises again where the optimiser's moments begin anew."""
 
 
 class Lesson(Protocol):
@@ -51,6 +56,8 @@ class Trainer:
         tokens: Tokens seen, without padding.
         seconds: Time spent training, over all sittings.
         state: Everything else that a checkpoint keeps for the caller.
+        taken_up: The step at which the run was taken up on this machine without its moments; None
+            where it began here.
     """
 
     def __init__(
@@ -60,13 +67,14 @@ class Trainer:
         feed: Feed,
         lesson: Lesson,
         work: RunFolder,
-        state: dict[str, Any],
+        carried: CarriedFolder | None = None,
     ) -> None:
         self.config, self._learner, self._feed = config, learner, feed
-        self._lesson, self._work = lesson, work
+        self._lesson, self._work, self._carried = lesson, work, carried
         self.step = self.tokens = 0
         self.seconds = 0.0
-        self.state = state
+        self.state: dict[str, Any] = {}
+        self.taken_up: int | None = None
         self._trained = learner.trained
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=0.0, weight_decay=config.weight_decay
@@ -75,29 +83,57 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the checkpoint."""
         saved = self._work.load()
-        self.step, self.tokens, self.seconds = (
-            saved[name] for name in ("step", "tokens", "seconds")
-        )
-        self.state = saved["state"]
-        self._feed.state = saved["feed"]
+        self._take(saved)
+        self.taken_up = saved.get("taken_up")
         self._optimizer.load_state_dict(saved["optimizer"])
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 parameter.copy_(saved["weights"][name])
         self._work.cut_log(self.step)
 
+    def take_up(self, carried: Carried) -> None:
+        """Go on from a travelling checkpoint, with new moments."""
+        self._take(carried.progress)
+        self.taken_up = self.step
+        torch.manual_seed(self.config.seed + 1 + self.step)
+        self._learner.load_adapter_weights(carried.weights)
+        self._work.log.write_text(carried.log, encoding="utf-8")
+        self._work.cut_log(self.step)
+
+    def _take(self, saved: Mapping[str, Any]) -> None:
+        self.step, self.tokens, self.seconds = (
+            saved[name] for name in ("step", "tokens", "seconds")
+        )
+        self.state = saved["state"]
+        self._feed.state = saved["feed"]
+
     def save(self) -> None:
+        """Write all checkpoints."""
+        progress = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "state": self.state,
+            "feed": dict(self._feed.state),
+        }
         self._work.save(
             {
-                "step": self.step,
-                "tokens": self.tokens,
-                "seconds": self.seconds,
-                "state": self.state,
-                "feed": dict(self._feed.state),
+                **progress,
+                "taken_up": self.taken_up,
                 "optimizer": self._optimizer.state_dict(),
                 "weights": {name: value.detach() for name, value in self._trained.items()},
             }
         )
+        if self._carried is not None:
+            log = self._work.log.read_text(encoding="utf-8") if self._work.log.exists() else ""
+            self._carried.save(self._learner, progress, log)
+
+    def rate(self) -> float:
+        """Learning rate of the next step: the schedule's, but for a warm-up of new moments."""
+        rate = self.config.rate_at(self.step)
+        if self.taken_up is None:
+            return rate
+        return rate * min(1.0, (self.step - self.taken_up + 1) / RESUMED_WARM_UP)
 
     def run(self, *, show_progress: bool) -> None:
         """Train to the last step.
@@ -151,7 +187,7 @@ class Trainer:
                 f"the loss of step {self.step + 1} is not a number; remove {config.work_folder} "
                 f"and begin anew with a lower rate than {config.highest_rate}"
             )
-        rate = config.rate_at(self.step)
+        rate = self.rate()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()

@@ -9,6 +9,7 @@ import torch
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag_lab.finetune.carried import Carried, CarriedFolder
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss
 from kvcache_rag_lab.finetune.loop import RunFolder, Trainer
 from kvcache_rag_lab.finetune.packing import Feed, Portion, SampleEncoder
@@ -54,18 +55,29 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
     config.check_folders()
     data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)
     work = RunFolder(config.work_folder)
+    carried = None
+    if config.checkpoint is not None:
+        same = {**config.travelling_settings(), "data digest": data.digest}
+        carried = CarriedFolder(config.checkpoint, same)
     with work.open({**config.settings(), "data digest": data.digest}) as unfinished:
         learner = Learner.load(config)
-        return _Run(config, learner, data, work).finished(unfinished, show_progress=show_progress)
+        run = _Run(config, learner, data, work, carried)
+        return run.finished(unfinished, show_progress=show_progress)
 
 
 class _Run:
     """The parts of a run, bound to each other."""
 
     def __init__(
-        self, config: FinetuneConfig, learner: Learner, data: Data, work: RunFolder
+        self,
+        config: FinetuneConfig,
+        learner: Learner,
+        data: Data,
+        work: RunFolder,
+        carried: CarriedFolder | None,
     ) -> None:
         self._config, self._learner, self._data, self._work = config, learner, data, work
+        self._carried = carried
         self._window = learner.adapter.window(None)
         self._plain_encoder = _encoder(learner)
         self._watched: AttentionView | None = None
@@ -81,10 +93,13 @@ class _Run:
         config, learner = self._config, self._learner
         sets = self._held_out()
         torch.manual_seed(config.seed + 1)
-        trainer = Trainer(config, learner, self._feed, self._lesson, self._work, {})
+        trainer = Trainer(config, learner, self._feed, self._lesson, self._work, self._carried)
         if unfinished:
             trainer.resume()
-        else:
+        carried = self._further(trainer.step)
+        if carried is not None:
+            trainer.take_up(carried)
+        elif not unfinished:
             measures = self._measure(sets)
             trainer.state = {name: asdict(result) for name, result in measures.items()}
             trainer.save()
@@ -104,6 +119,18 @@ class _Run:
         self._work.remove()
         return report
 
+    def _further(self, step: int) -> Carried | None:
+        """The travelling checkpoint, if it is beyond a step."""
+        found = self._carried and self._carried.load()
+        if not found or found.step <= step:
+            return None
+        if not self._config.resume:
+            raise InvalidInputError(
+                f"{self._config.checkpoint} holds a checkpoint of step {found.step}; say resume to "
+                "go on from it, or name another folder"
+            )
+        return found
+
     def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
         learner = self._learner
         if self._watched is not None and portion.kind != "plain":
@@ -111,7 +138,7 @@ class _Run:
             tokens = sum(sample.row_tokens for sample in portion.samples)
             return selection_loss(self._watched, portion.samples), tokens
         batch = learner.batch(portion.samples)
-        return answer_loss(learner.logits(batch), batch), batch.tokens
+        return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:
         """Held-out samples as ids; those that do not fit are left out."""

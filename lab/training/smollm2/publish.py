@@ -4,7 +4,7 @@
         --confirmation CONFIRMATION --ability ABILITY --out integrations/kvcache-rag-smollm2
 
 `ADAPTER` is the folder that `kvcache-rag finetune smollm2 --lora RANK --keep-adapter` (or
-`training.smollm2.train`) wrote.  `FACTS` is JSON of what its report does not say, `NEEDED`, and if
+`training.blocks`) wrote.  `FACTS` is JSON of what its report does not say, `NEEDED`, and if
 wanted of `FURTHER`.  `CONFIRMATION` and `ABILITY` are what `training.smollm2.confirm` and
 `training.smollm2.ability` wrote; without the first the card says that nothing was measured.
 

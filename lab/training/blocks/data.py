@@ -1,33 +1,31 @@
-"""What SmolLM2 learns to read from: SQuAD's training half, with questions of our own making.
-
-    python -m training.smollm2.data --data DATA --out build/smollm2/data
+"""What an adapter learns to read from: SQuAD's training half, with questions of our own making.
 
 `DATA/train` holds `squad_train_corpus.jsonl` and `squad_train_questions.jsonl` (SQuAD v1.1,
-CC BY-SA 4.0; five paragraphs a question, all questions of a paragraph have the same five).  Behind
-a paragraph's own questions each context gets
+CC BY-SA 4.0; five paragraphs a question, all questions of a paragraph have the same five).  Each
+context gets further paragraphs, 5 to 10 in all, of which none holds an answer, in an order of its
+own; and behind a paragraph's own questions
 
 - one question that another of its five paragraphs answers,
-- for every second one, two questions at once, of two paragraphs: "A; B",
-- for every second one, a question whose paragraph is not there: `REFUSAL`,
+- two questions at once, of two paragraphs: "A B", answered "a; b",
+- for every second one, a question whose paragraph is not there: `REFUSAL`.
 
-and one context in `WITHOUT_GOLD` is there a second time without the paragraph of its questions, all
-of which are then refused.  One context in `APART`, by hash, is kept apart: recipe and stopping are
-chosen on it alone.
+One context in `WITHOUT_GOLD` is there a second time without the paragraph of its questions, all of
+which are then refused.  One context in `APART`, by hash, is kept apart: recipe and stopping are
+chosen on it alone.  A question that the model answered right itself (`own`) is answered in its
+words, the others are as short as SQuAD has them.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 REFUSAL: Final = "I do not know."
 
@@ -35,7 +33,19 @@ APART: Final = 20  # 5 %
 
 WITHOUT_GOLD: Final = 12
 
+DOCUMENTS: Final = (5, 10)
+"""Of a context, at least and at most."""
+
+ANSWERS: Final = "answers.jsonl"
+INSTRUCTIONS: Final = "instructions.jsonl"
+"""Files of what the model itself said (`own`)."""
+
+LONGEST: Final = 2000  # characters of a plain text
+
 Row = dict[str, Any]
+Asked = tuple[str, tuple[str, ...]]  # a question and its answers
+Own = dict[tuple[str, str], tuple[str]]
+"""The answer of the model itself by paragraph and question."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Squad:
 
     texts: Mapping[str, str]
     articles: Mapping[str, str]
-    asked: Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
+    asked: Mapping[str, Sequence[Asked]]
     contexts: Mapping[str, tuple[str, ...]]
 
     @classmethod
@@ -62,7 +72,7 @@ class Squad:
             OSError: If one is not there.
         """
         corpus = list(_lines(folder / "squad_train_corpus.jsonl"))
-        asked: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+        asked: dict[str, list[Asked]] = {}
         contexts: dict[str, tuple[str, ...]] = {}
         for row in _lines(folder / "squad_train_questions.jsonl"):
             gold = row["gold"]
@@ -81,29 +91,52 @@ def is_apart(gold: str) -> bool:
     return int(hashlib.sha256(gold.encode()).hexdigest(), 16) % APART == 0
 
 
-def learned(squad: Squad) -> Iterator[Row]:
+def golds_of(squad: Squad) -> list[str]:
+    """Paragraphs whose questions are trained on."""
+    return [gold for gold in squad.contexts if not is_apart(gold)]
+
+
+def learned(squad: Squad, own: Own) -> Iterator[Row]:
     """Rows to train on; rows of one context have the same documents."""
-    golds = [gold for gold in squad.contexts if not is_apart(gold)]
+    golds = golds_of(squad)
     for number, gold in enumerate(golds):
-        rng = random.Random(f"smollm2/{gold}")  # a draw of data, not a secret
-        documents = squad.contexts[gold]
-        own = squad.asked[gold]
+        rng = random.Random(f"blocks/{gold}")  # a draw of data, not a secret
+        mine = squad.asked[gold]
         others = [
             place
-            for place in documents
+            for place in squad.contexts[gold]
             if place != gold and place in squad.asked and not is_apart(place)
         ]
-        asked = list(own)
+        asked = [(text, (*own.get((gold, text), ()), *answers)) for text, answers in mine]
         if others:
             asked.append(rng.choice(squad.asked[rng.choice(others)]))
-        if others and number % 2 == 0:
-            asked.append(_both(rng.choice(own), rng.choice(squad.asked[rng.choice(others)])))
+            asked.append(_both(rng.choice(mine), rng.choice(squad.asked[rng.choice(others)])))
+        answers = [one for _, each in asked for part in each for one in part.split("; ")]
+        documents = _longer(squad, squad.contexts[gold], answers, golds, rng)
         if number % 2 == 1:
             asked.append((_foreign(squad, documents, golds, rng), (REFUSAL,)))
         yield from _rows(squad, documents, asked, gold)
         if number % WITHOUT_GOLD == 0:
-            swapped = _without(squad, gold, golds, rng)
-            yield from _rows(squad, swapped, [(question, (REFUSAL,)) for question, _ in own], "")
+            swapped = _without(squad, gold, documents, golds, rng)
+            yield from _rows(squad, swapped, [(question, (REFUSAL,)) for question, _ in mine], "")
+
+
+def _longer(
+    squad: Squad,
+    documents: Sequence[str],
+    answers: Sequence[str],
+    golds: Sequence[str],
+    rng: random.Random,
+) -> tuple[str, ...]:
+    """The documents and some that hold none of the answers, in an order of their own."""
+    wanted, found = rng.randint(*DOCUMENTS), [*documents]
+    for place in rng.sample(golds, len(golds)):
+        if len(found) >= wanted:
+            break
+        if place not in found and not _says(squad, [place], answers):
+            found.append(place)
+    rng.shuffle(found)
+    return tuple(found)
 
 
 def apart(squad: Squad) -> Iterator[Row]:
@@ -116,7 +149,7 @@ def apart(squad: Squad) -> Iterator[Row]:
 def _rows(
     squad: Squad,
     documents: Sequence[str],
-    asked: Iterable[tuple[str, tuple[str, ...]]],
+    asked: Iterable[Asked],
     gold: str,
 ) -> Iterator[Row]:
     shown = [
@@ -127,9 +160,7 @@ def _rows(
         yield {"id": name, "question": question, "answers": list(answers), "documents": shown}
 
 
-def _both(
-    one: tuple[str, tuple[str, ...]], other: tuple[str, tuple[str, ...]]
-) -> tuple[str, tuple[str, ...]]:
+def _both(one: Asked, other: Asked) -> Asked:
     return f"{one[0]} {other[0]}", (f"{one[1][0]}; {other[1][0]}",)
 
 
@@ -145,10 +176,11 @@ def _foreign(
             return question
 
 
-def _without(squad: Squad, gold: str, golds: Sequence[str], rng: random.Random) -> tuple[str, ...]:
+def _without(
+    squad: Squad, gold: str, documents: Sequence[str], golds: Sequence[str], rng: random.Random
+) -> tuple[str, ...]:
     """The context with another paragraph, that has no answer, where the gold one was."""
     answers = [answer for _, each in squad.asked[gold] for answer in each]
-    documents = squad.contexts[gold]
     while True:
         other = rng.choice(golds)
         if other not in documents and not _says(squad, [other], answers):
@@ -163,64 +195,69 @@ def _says(squad: Squad, documents: Sequence[str], answers: Sequence[str]) -> boo
 def write(data: Path, out: Path) -> dict[str, int]:
     """Write `learned.jsonl`, `apart.jsonl` and `plain.jsonl`; the number of rows of each.
 
+    What the model itself said is read from `out`, as far as it is there (`own`).
+
     Raises:
         OSError: If the data are not there.
     """
     squad = Squad.read(data / "train")
     out.mkdir(parents=True, exist_ok=True)
-    kinds = {"learned": learned(squad), "apart": apart(squad), "plain": _plain(squad)}
+    said = {
+        (row["gold"], row["question"]): (row["answer"],)
+        for row in lines(out / ANSWERS)
+        if row["answer"]
+    }
+    dialogues = {
+        row["question"]: row["answer"] for row in lines(out / INSTRUCTIONS) if row["answer"]
+    }
+    kinds = {
+        "learned": learned(squad, said),
+        "apart": apart(squad),
+        "plain": _plain(squad, dialogues),
+    }
     counts = {}
     for name, rows in kinds.items():
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        counts[name] = len(lines)
+        written = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (out / f"{name}.jsonl").write_text("\n".join(written) + "\n", encoding="utf-8")
+        counts[name] = len(written)
     return counts
 
 
-def _plain(squad: Squad) -> Iterator[Row]:
-    """Texts under ordinary attention, so that the model keeps what it can do."""
-    for gold, documents in squad.contexts.items():
-        if not is_apart(gold):
-            yield {"text": "\n\n".join(squad.texts[place] for place in documents)}
-    yield from _docstrings()
+def _plain(squad: Squad, dialogues: Mapping[str, str]) -> Iterator[Row]:
+    """What is read under ordinary attention, so that the model keeps what it can do.
+
+    Texts, and with dialogues half as many texts as those.
+    """
+    texts = [squad.texts[gold] for gold in golds_of(squad)] + [*_docstrings()]
+    random.Random("blocks/plain").shuffle(texts)
+    for text in texts[: max(2, len(dialogues) // 2)] if dialogues else texts:
+        yield {"text": text}
+    for question, answer in dialogues.items():
+        turns = (("user", question), ("assistant", answer))
+        yield {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
-def _docstrings() -> Iterator[Row]:
-    """Documentation of numpy's and torch's functions (BSD), in pieces of about as many tokens."""
+def _docstrings() -> Iterator[str]:
+    """Documentation of numpy's and torch's functions (BSD)."""
     import numpy
     import torch
 
-    gathered: list[str] = []
-    size = 0
     for module in (numpy, torch, torch.nn, torch.optim):
         for name in sorted(vars(module)):
             known = vars(module)[name]
             text = getattr(known, "__doc__", None)
             # Not the builtins that numpy gives again: those are measured with.
             own = str(getattr(known, "__module__", "")).startswith(("numpy", "torch"))
-            if not own or not isinstance(text, str) or len(text) < 400:
-                continue
-            gathered.append(text)
-            size += len(text)
-            if size > 3600:
-                yield {"text": "\n\n".join(gathered)[:6000]}
-                gathered, size = [], 0
+            if own and isinstance(text, str) and len(text) >= 400:
+                yield text[:LONGEST]
+
+
+def lines(path: Path) -> Iterator[Row]:
+    """Rows of a file that may not be there yet."""
+    if path.exists():
+        yield from _lines(path)
 
 
 def _lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
-
-
-def main() -> int:
-    """Write the files and say how many rows they have."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds train/")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    sys.stdout.write(f"{write(arguments.data, arguments.out)}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
