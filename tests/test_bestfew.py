@@ -51,7 +51,7 @@ from kvcache_rag.integration import JsonGrammars
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
-from kvcache_rag.policies.bestfew import MOST, WIDE
+from kvcache_rag.policies.bestfew import MOST
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.policies.selection import candidates
 from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -476,46 +476,6 @@ def test_without_a_count_those_that_are_alike_are_taken_together() -> None:
         assert BestFew().chosen(Retrieved("", ("a", "b"), scores)) == (0, 1)
         assert BestFew().chosen(Retrieved("", ("a", "b"), scores[::-1])) == (1, 0)
     assert BestFew().chosen(Retrieved("", ("a",))) == (0,)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "several"), [(1, 1), (2, 2), (3, 3), (6, 3), (7, 4), (8, 4), (9, 5), (40, 5)]
-)
-def test_a_wide_model_reads_half_of_them_where_none_is_far_ahead(chunks: int, several: int) -> None:
-    near = tuple(1 + 0.01 * number for number in range(chunks))
-    retrieved = Retrieved("", ("a",) * chunks, near, WIDE)
-    assert BestFew().chosen(retrieved) == tuple(range(chunks))[::-1][:several]
-    assert len(BestFew().chosen(replace(retrieved, width=WIDE - 1))) <= MOST
-    assert BestFew(1).chosen(retrieved) == (chunks - 1,)
-
-
-def test_a_wide_model_reads_one_that_is_far_ahead_alone() -> None:
-    found = "The bridge of Torgau over the Elbe was opened in 1994."
-    asked = "Was the Elbe bridge of Torgau opened?"
-    texts = (*OTHERS[:4], found, *OTHERS[4:])
-    assert BestFew().chosen(Retrieved(asked, texts, width=WIDE)) == (4,)
-    twice = Retrieved(asked, (*texts, found), width=WIDE)
-    assert BestFew().chosen(twice)[:2] == (4, 10)
-    assert len(BestFew().chosen(twice)) == 5
-    assert BestFew().chosen(Retrieved(asked, (), width=WIDE)) == ()
-
-
-@pytest.mark.parametrize("unit", [1.0, 3.7e-9, 0.1, 1e12])
-def test_what_rounding_makes_of_scores_decides_nothing(unit: float) -> None:
-    scores = tuple(unit * one + unit for one in (1.0, 0.0, 0.0, 0.0, 0.0))
-    assert BestFew().chosen(Retrieved("", ("a",) * 5, scores, WIDE)) == (0, 1, 2)
-
-
-def test_the_width_of_the_model_that_answers_counts() -> None:
-    texts = [f"Text {number} about nothing." for number in range(10)]
-    wide = build("llama", width=384)
-    assert wide.config.hidden_size == WIDE
-    for model, count in ((build("llama"), MOST), (wide, 5)):
-        engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
-        options: Any = {"policy": BestFew(), "max_new_tokens": 1, "scores": [1.0] * 10}
-        metrics = engine.generate("?", texts, **options).metrics
-        assert metrics.answered_from == tuple(range(count))
-        assert metrics.unused_chunks == 10 - count
 
 
 def test_words_find_what_scores_alone_miss() -> None:

@@ -41,7 +41,7 @@ from kvcache_rag.models.adapters import (
     write_training,
 )
 from kvcache_rag.models.weights import model_identity
-from kvcache_rag.policies.default import UNTRAINED, default_policy
+from kvcache_rag.policies.default import UNTRAINED, WIDE, default_policy
 from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
 from kvcache_rag_lab.reader import model_path
 from kvcache_rag_server.local import LocalBackend
@@ -78,6 +78,17 @@ def told(call: Callable[[], object]) -> list[str]:
 # ---------------------------------------------------------------------- what a model says
 def test_the_default_follows_what_the_model_was_trained_for() -> None:
     assert (default_policy(trained=True), default_policy(trained=False)) == (Reuse(), UNTRAINED)
+    assert default_policy(trained=True, width=WIDE) == Reuse()
+
+
+@pytest.mark.parametrize(("family", "default"), [("qwen2", BestLast()), ("gpt2", BestFew())])
+def test_a_wide_model_reads_all_chunks_where_they_can_be_moved(family: str, default: Any) -> None:
+    model = build(family, width=WIDE // 4)
+    assert model.config.hidden_size == WIDE
+    note_training(model.config, blocks=False)
+    engine = Engine(model, byte_tokenizer(), template=TEMPLATE)
+    assert engine.policy == default
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.policy == repr(default)
     engine = untrained()
     assert engine.policy == UNTRAINED
     note_training(engine.model.config, blocks=True)

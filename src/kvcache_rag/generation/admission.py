@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.models.adapters import trained_for_blocks
+from kvcache_rag.models.adapters import hidden_size, trained_for_blocks
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.default import default_policy, reuse_warning
 
@@ -57,7 +57,7 @@ class Admission:
             refusal: See above.
         """
         trained = trained_for_blocks(model)
-        policy = given or default_policy(trained=trained)
+        policy = given or _default(model, trained, refusal)
         return policy, cls(trained, None if given else policy, refusal)
 
     def following(self, model: Any, policy: ReusePolicy) -> tuple[ReusePolicy, Admission]:
@@ -65,7 +65,7 @@ class Admission:
         trained = trained_for_blocks(model)
         if policy is not self.default:
             return policy, replace(self, trained=trained)
-        policy = default_policy(trained=trained)
+        policy = _default(model, trained, self.refusal)
         return policy, replace(self, trained=trained, default=policy)
 
     def rebound(self, prefiller: Prefiller, renderer: PromptRenderer) -> Admission:
@@ -122,3 +122,9 @@ class Admission:
         if message and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, stacklevel=_STACK)
+
+
+def _default(model: Any, trained: bool, refusal: str) -> ReusePolicy:
+    """What a model is answered by that nobody says anything about."""
+    # Where chunks cannot be moved, the few are read, whose first one stays where it was.
+    return default_policy(trained=trained, width=0 if refusal else hidden_size(model.config))

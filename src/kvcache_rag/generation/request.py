@@ -181,7 +181,6 @@ class Planner:
         window: Context window in tokens.
         longest: That of a full prefill, which may be longer.
         beyond: Why the window is no longer, the end of a sentence; "" if nobody need be told.
-        width: Hidden size of the model.
     """
 
     renderer: PromptRenderer
@@ -189,7 +188,6 @@ class Planner:
     window: int
     longest: int
     beyond: str
-    width: int
 
     def request(
         self,
@@ -252,7 +250,7 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
-        retrieved = replace(retrieved_chunks(asked or question, given, scores), width=self.width)
+        retrieved = retrieved_chunks(asked or question, given, scores)
         chosen = policy.chosen(retrieved)
         if overflow == "refine" and (tools or not question.strip() or chosen is not None):
             overflow = "drop_lowest"

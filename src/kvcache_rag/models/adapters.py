@@ -149,6 +149,12 @@ def trained_for_blocks(model: Any) -> bool:
     return bool(said) and all(said)
 
 
+def hidden_size(config: Any) -> int:
+    """The width of a model, as its config says; 0 where it says none."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "hidden_size", 0) or 0)
+
+
 def _are_disabled(model: Any) -> bool:
     switches = (getattr(part, "_disable_adapters", None) for part in model.modules())
     return next((switch for switch in switches if switch is not None), False)

@@ -66,11 +66,6 @@ class LanguageModel(ABC):
     # process, as a forked child has another model.
     _answering: int = 0
 
-    @property
-    def width(self) -> int:
-        """Its hidden size; 0 if its config has none."""
-        return int(getattr(self.config, "hidden_size", 0) or 0)
-
     # ---------------------------------------------------------------- what it computes
 
     @property

@@ -18,6 +18,7 @@ from kvcache_rag.models.adapters import (
     NO_ADAPTER,
     adapter_template,
     base_of,
+    hidden_size,
     is_adapter,
     merged,
     trained_for_blocks,
@@ -296,9 +297,7 @@ def width_of(name: str, options: dict[str, Any]) -> int:
         name: Of the model.
         options: Of the hub, such as `revision`.
     """
-    config = _config(name, options)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "hidden_size", 0) or 0)
+    return hidden_size(_config(name, options))
 
 
 def _config(name: str, options: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -20,26 +19,13 @@ if TYPE_CHECKING:
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
-WIDE: Final = 1536
-"""Hidden size from which a model reads several documents without losing what one alone would tell.
-
-Of two models of one family that were asked, that of 896 is righter from three at most than from
-five, and that of 1,536 from five than from three (docs/quality.md).
-"""
+MOST: Final = 3
+"""Chunks that are answered from, where nobody says how many."""
 NEAR: Final = 2.0 + 1e-6
-"""Standard deviations of relevance: who is farther behind the best one, a narrow model leaves out.
+"""Standard deviations of relevance: who is farther behind the best one is left out.
 
 Two chunks of which scores alone are known are always two apart, which says nothing; so this is a
 little more than they are after rounding.
-"""
-MOST: Final = 3
-"""Chunks that a narrow model answers from."""
-CLEAR: Final = 2.5 + 1e-6
-"""Standard deviations by which the best one is ahead of all others where a wide model takes it
-alone; a little more than the best of five is, if nothing but its score tells it from four equals.
-"""
-SEVERAL: Final = (3, 5)
-"""Of how many a wide model answers where none is so far ahead: half of them, but in these bounds.
 """
 
 
@@ -53,9 +39,9 @@ class BestFew(ReusePolicy):
     of these few, for one chunk's computing less, and with one chunk for the question's alone.
 
     Attributes:
-        count: How many; None for what the relevance of the chunks says: one where a question has
-            its document, more where several may be meant or needed, up to three for a narrow model
-            and up to five for a wide one (docs/quality.md has how that was chosen).
+        count: How many; None for the best one and those whose relevance is near to its own, three
+            at most: one where a question has its document, more where several may be meant or
+            needed (docs/quality.md has how that was chosen).
     """
 
     name: ClassVar[str] = "bestfew"
@@ -73,14 +59,8 @@ class BestFew(ReusePolicy):
         ranked = retrieved.ranked()
         if self.count is not None:
             return ranked[: self.count]
-        relevance = [retrieved.relevance[one] for one in ranked]
-        behind = [relevance[0] - one for one in relevance[1:]]
-        if retrieved.width < WIDE:
-            return ranked[: 1 + sum(distance <= NEAR for distance in behind[: MOST - 1])]
-        if behind and behind[0] > CLEAR:
-            return ranked[:1]
-        least, most = SEVERAL
-        return ranked[: min(most, max(least, math.ceil(len(ranked) / 2)))]
+        relevance = retrieved.relevance
+        return tuple(one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR)
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
         """The best first, where it was prefilled; the others are computed behind it."""

@@ -41,13 +41,11 @@ class Retrieved:
         texts: Of the chunks; "" of one that is known by its key alone.
         scores: Of each chunk, by who retrieved them; higher is better.  None: the best stands
             first, if anybody knows.
-        width: Hidden size of the model that is to read them; 0 if nobody says it.
     """
 
     question: str
     texts: tuple[str, ...]
     scores: Sequence[float] | None = None
-    width: int = 0
 
     def __len__(self) -> int:
         """Number of chunks."""

@@ -42,10 +42,11 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     template = settings.prompt_template(brought_template(settings.model))
     policy = policy_by_name(settings.policy) if settings.policy else None
     if policy is None:
-        policy = default_policy(trained=is_trained(settings.model, options))
+        trained = is_trained(settings.model, options)
+        policy = default_policy(trained=trained, width=width_of(settings.model, options))
     return VLLMBackend(
         [EngineClient(url) for url in settings.base_url],
-        Prompts(tokenizer, template, window, width_of(settings.model, options)),
+        Prompts(tokenizer, template, window),
         key,
         model=described.model,
         name=settings.name,

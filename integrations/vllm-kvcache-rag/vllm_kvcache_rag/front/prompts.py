@@ -64,14 +64,11 @@ class Prompts:
     Attributes:
         template: How prompts are written.
         context_window: Longest prompt and answer, in tokens.
-        width: Hidden size of the model; 0 if nobody says it.
     """
 
-    def __init__(
-        self, tokenizer: Any, template: PromptTemplate, window: int, width: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Any, template: PromptTemplate, window: int) -> None:
         """Bind a tokenizer to a template."""
-        self.template, self.context_window, self.width = template, window, width
+        self.template, self.context_window = template, window
         self._renderer = PromptRenderer(template, tokenizer)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -115,8 +112,7 @@ class Prompts:
                 "composite or full"
             )
         question = grounded(self, work)[0]
-        retrieved = Retrieved(question, tuple(chunks), work.scores, self.width)
-        order, kept = _arranged(policy, retrieved)
+        order, kept = _arranged(policy, question, chunks, work.scores)
         renderer = self._renderer.in_namespace(work.namespace)
         ids = renderer.tokenize(question, [chunks[place] for place in order], work.history)
         stored = ids.chunks[:kept]
@@ -158,11 +154,14 @@ class Prompts:
         return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
 
 
-def _arranged(policy: ReusePolicy, retrieved: Retrieved) -> tuple[tuple[int, ...], int]:
+def _arranged(
+    policy: ReusePolicy, question: str, chunks: Sequence[str], scores: Sequence[float] | None
+) -> tuple[tuple[int, ...], int]:
     """Numbers of the chunks that are answered from, in prompt order, and how many may be stored."""
+    retrieved = Retrieved(question, tuple(chunks), scores)
     chosen = policy.chosen(retrieved)
     if chosen is None:
-        arranged = policy.arranged(ranking(retrieved.scores, len(retrieved)))
+        arranged = policy.arranged(ranking(scores, len(chunks)))
         return arranged.order, len(arranged.brought)
     arranged = policy.arranged(ranking(None, len(chosen)))
     return tuple(chosen[place] for place in arranged.order), len(arranged.brought)
