@@ -86,7 +86,7 @@ class CarriedFolder:
             return None
         try:
             with safe_open(path, "pt") as file:
-                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
                 progress = dict(json.loads(file.metadata()[_KEY]))
             log = self._log.read_text(encoding="utf-8") if self._log.exists() else ""
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
