@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import io
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from docx import Document
 from pypdf import PdfWriter
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, RectangleObject
+from pypdf.generic import (
+    ArrayObject,
+    DecodedStreamObject,
+    DictionaryObject,
+    NameObject,
+    NumberObject,
+    RectangleObject,
+    TextStringObject,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,31 +75,89 @@ def _showing(form: Any) -> DictionaryObject:
     return DictionaryObject({NameObject("/XObject"): DictionaryObject({NameObject("/X"): form})})
 
 
-def docx(paragraphs: Sequence[str], rows: Sequence[Sequence[str]] = (), body: str = "") -> bytes:
-    """A Word file: paragraphs, a table, and further XML of its body."""
-    document = Document()
-    for text in paragraphs:
-        document.add_paragraph(text)
-    if rows:
-        table = document.add_table(len(rows), len(rows[0]))
-        for row, texts in zip(table.rows, rows, strict=True):
-            for cell, text in zip(row.cells, texts, strict=True):
-                cell.text = text
-    return _with_body(_written(document), body)
+_WORD: Final = {
+    "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "m": "http://schemas.openxmlformats.org/officeDocument/2006/math",
+    "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+    "v": "urn:schemas-microsoft-com:vml",
+    "r": "http://schemas.openxmlformats.org/officeDocument/2006/relationships",
+    "a": "http://schemas.openxmlformats.org/drawingml/2006/main",
+    "wp": "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing",
+    "wps": "http://schemas.microsoft.com/office/word/2010/wordprocessingShape",
+}
+_STRICT: Final = {
+    "w": "http://purl.oclc.org/ooxml/wordprocessingml/main",
+    "m": "http://purl.oclc.org/ooxml/officeDocument/math",
+}
+_PACKAGE: Final = "http://schemas.openxmlformats.org/package/2006"
 
 
-def _with_body(data: bytes, body: str) -> bytes:
+def docx(
+    paragraphs: Sequence[str] = (),
+    rows: Sequence[Sequence[str]] = (),
+    body: str = "",
+    *,
+    notes: Sequence[str] = (),
+    strict: bool = False,
+) -> bytes:
+    """A Word file: paragraphs, a table, further XML of its body, and footnotes from 1 on."""
+    texts = "".join(f"<w:p>{run(text)}</w:p>" for text in paragraphs)
+    cells = ("".join(f"<w:tc><w:p>{run(text)}</w:p></w:tc>" for text in row) for row in rows)
+    table = "".join(f"<w:tr>{row}</w:tr>" for row in cells)
+    footnotes = "".join(
+        f'<w:footnote w:id="{number}"><w:p>{run(text)}</w:p></w:footnote>'
+        for number, text in enumerate(notes, 1)
+    )
+    parts = {
+        "word/document.xml": f"<w:body>{texts}{table and f'<w:tbl>{table}</w:tbl>'}{body}</w:body>",
+        **({"word/footnotes.xml": footnotes} if notes else {}),
+    }
     made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            part = old.read(name)
-            if name == "word/document.xml":
-                part = part.replace(b"<w:sectPr", body.encode() + b"<w:sectPr", 1)
-            new.writestr(name, part)
+    with zipfile.ZipFile(made, "w") as file:
+        for name, inside in parts.items():
+            names = {**_WORD, **(_STRICT if strict else {})}
+            spaces = " ".join(f'xmlns:{prefix}="{uri}"' for prefix, uri in names.items())
+            kind = "w:document" if name == "word/document.xml" else "w:footnotes"
+            file.writestr(name, f"<{kind} {spaces}>{inside}</{kind}>")
+        related = f'<Relationships xmlns="{_PACKAGE}/relationships">'
+        to = '<Relationship Id="r{0}" Type="{1}/{0}" Target="{2}"/>'
+        kind = _WORD["r"]
+        main = to.format("officeDocument", kind, "word/document.xml")
+        file.writestr("_rels/.rels", f"{related}{main}</Relationships>")
+        more = to.format("footnotes", kind, "footnotes.xml") if notes else ""
+        file.writestr("word/_rels/document.xml.rels", f"{related}{more}</Relationships>")
+        types = f'<Types xmlns="{_PACKAGE}/content-types"/>'
+        file.writestr("[Content_Types].xml", types)
     return made.getvalue()
 
 
-def _written(document: object) -> bytes:
+def run(text: str, properties: str = "") -> str:
+    """A piece of a Word file's paragraph."""
+    return f'<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+def filled_form(fields: Sequence[dict[str, Any]], text: str = "") -> bytes:
+    """A PDF of a page with annotations; a value that begins with "/" is a name."""
+    writer = PdfWriter(io.BytesIO(pdf([text])))
+    made = [_entries({"/Subtype": "/Widget", **field}) for field in fields]
+    writer.pages[0][NameObject("/Annots")] = ArrayObject(map(writer._add_object, made))
+    return _written(writer)
+
+
+def _entries(values: dict[str, Any]) -> DictionaryObject:
+    def entry(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _entries(value)
+        if isinstance(value, list):
+            return ArrayObject(map(entry, value))
+        if isinstance(value, int):
+            return NumberObject(value)
+        return NameObject(value) if value.startswith("/") else TextStringObject(value)
+
+    return DictionaryObject({NameObject(key): entry(value) for key, value in values.items()})
+
+
+def _written(writer: PdfWriter) -> bytes:
     made = io.BytesIO()
-    (document.write if isinstance(document, PdfWriter) else document.save)(made)
+    writer.write(made)
     return made.getvalue()

@@ -12,6 +12,7 @@ import pytest
 from pictures import LEAST, smallest_letters
 
 from benchmarks.common import read, result_file
+from kvcache_rag.integration.extraction import kinds_table
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.names import PACKAGED
 
@@ -157,6 +158,11 @@ def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
     run = f"runpy.run_path({tool!r}, run_name='__main__')"
     status, _, errors = forks.run(f"import runpy, sys; sys.argv = ['', '--check']; {run}", tmp_path)
     assert status == 0, errors
+
+
+def test_kinds_of_files_are_told_as_their_readers_say() -> None:
+    table = "".join(f"{line}\n" for line in kinds_table())
+    assert table in (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), table
 
 
 def test_pages_count_the_configurations_that_were_found() -> None:

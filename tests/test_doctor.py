@@ -22,8 +22,8 @@ from tests.golden_surfaces import PROJECTS
 GOOD = StitchedAnswer("Who?", "Ann", "Ann", 100, 0.01, 1e-6)
 # What nothing but an extra or another distribution brings, and transformers does not look for.
 OPTIONAL = (
-    *("bs4", "chromadb", "cryptography", "datasets", "docx", "fastapi", "gguf", "jieba"),
-    *("langchain_core", "llama_cpp", "llama_index", "llguidance", "matplotlib"),
+    *("chromadb", "cryptography", "datasets", "fastapi", "gguf", "jieba", "justhtml"),
+    *("langchain_core", "llama_cpp", "llama_index", "llguidance", "mammoth", "matplotlib"),
     *("prometheus_client", "pypdf", "ray", "s3fs", "sentence_transformers", "triton"),
     *("uvicorn", "vllm"),
 )

@@ -23,7 +23,13 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, InvalidInputError, cli
 from kvcache_rag.commands import doctor
 from kvcache_rag.errors import ContextTooLongError
-from kvcache_rag.integration import LeftOut, extraction, left_out_lines
+from kvcache_rag.integration import (
+    FileText,
+    LeftOut,
+    extraction,
+    left_out_lines,
+    read_folder,
+)
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheVectorStore
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
 from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report
@@ -123,8 +129,7 @@ def test_path_is_kept_out_of_the_chunk(ingested: Callable[..., str], files: Path
     ingested()
     (files / "keeper.txt").rename(files / "renamed.txt")
     assert "0 chunks prefilled" in ingested()
-    documents, _ = corpus.read_documents(str(files))
-    (document,) = [one for one in documents if one.doc_id == "renamed.txt"]
+    document = corpus.as_document("renamed.txt", read_folder(str(files)).files["renamed.txt"])
     assert document.get_content(MetadataMode.LLM) == "The lighthouse keeper is called Marlow."
 
 
@@ -447,12 +452,14 @@ def test_ingest_reads_documents_and_says_what_it_left_out(
 ) -> None:
     (files / "report.pdf").write_bytes(pdf(["The harbour master is called Sabine."]))
     (files / "letter.docx").write_bytes(docx(["The ferry leaves at nine."]))
-    (files / "page.html").write_bytes(b"<h1>Tides</h1><p>The tide is low at noon.</p>")
+    (files / "page.html").write_bytes(b"<h1>Tides</h1><p>The tide is low at noon.</p><img src=a>")
     (files / "secret.pdf").write_bytes(pdf(["x"], user_password="secret"))
     (files / "photo.png").write_bytes(b"")
     said = ingested()
     assert said.startswith("6 files, ")
     assert said.splitlines()[4:] == [
+        "without what is no text in 1 file:",
+        "  page.html: 1 picture",
         "left out 4 files:",
         "  blank.txt: there is no text in it",
         "  ignored.pdf: it cannot be read as .pdf (Stream has ended unexpectedly)",
@@ -461,6 +468,67 @@ def test_ingest_reads_documents_and_says_what_it_left_out(
     ]
     answered = command("ask", "Who is the harbour master?", "--top-k", "1", "--max-new-tokens", "2")
     assert answered.splitlines()[-2].startswith("[1] report.pdf (0.")
+
+
+def test_json_says_what_lines_say(ingested: Callable[..., str], files: Path) -> None:
+    (files / "page.html").write_bytes(b"<h1>Tides</h1><p>The tide is low at noon.</p><img src=a>")
+    said = json.loads(ingested("--json"))
+    assert said["files"] == 4
+    assert said["prefilled"] == said["chunks"] > 0 == said["there"]
+    assert said["without"] == {"page.html": ["1 picture"]}
+    assert {"name": "blank.txt", "reason": "there is no text in it", "kept": False} in said[
+        "left_out"
+    ]
+    (files / "page.html").unlink()
+    again = json.loads(ingested("--json"))
+    assert (again["removed"], again["prefilled"], again["bytes"] > 0) == (["page.html"], 0, True)
+
+
+def test_what_is_read_differently_is_told_and_prefilled_anew(
+    ingested: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "anew" not in ingested()
+    assert "0 chunks prefilled" in ingested()
+    reader = extraction._READERS[".md"]
+    shouting = replace(reader, read=lambda data: FileText(data.decode().upper()))
+    monkeypatch.setitem(extraction._READERS, ".md", shouting)
+    (files / "keeper.txt").write_text("The keeper is called Finn.", encoding="utf-8")  # changed
+    told = "prefilled anew, as they are read differently now, 1 file: sub/bread.md"
+    said = ingested()
+    assert told in said
+    assert "2 chunks prefilled" in said
+    assert json.loads(ingested("--json"))["read_differently"] == []
+
+
+def test_of_what_was_ingested_without_digests_it_is_not_known(
+    ingested: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by 0.2.0: what says the same is left as it is."""
+    as_document = corpus.as_document
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ingest, "as_document", lambda name, file: as_document(name, replace(file, digest=""))
+        )
+        patch.setattr(ingest, "_anew", lambda documents, known: {})
+        ingested()
+    written = as_document("keeper.txt", read_folder(str(files)).files["keeper.txt"])
+    assert written.metadata[corpus.FILE_DIGEST]
+    (files / "sub" / "bread.md").write_text("Bread costs 412.", encoding="utf-8")
+    said = ingested()
+    assert (
+        "prefilled anew, as they changed or are read differently now, 1 file: sub/bread.md" in said
+    )
+    assert "anew" not in ingested()
+
+
+def test_what_is_said_about_a_file_is_metadata_that_nobody_reads(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("---\nauthor: Ann\nfile_path: x\nkv_key: y\n---\nText.\n")
+    document = corpus.as_document("a.md", read_folder(str(tmp_path)).files["a.md"])
+    assert document.metadata["author"] == "Ann"
+    assert document.metadata["file_path"] == "a.md"
+    assert (document.metadata["said_file_path"], document.metadata["said_kv_key"]) == ("x", "y")
+    for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+        assert document.get_content(mode) == "Text.\n"
 
 
 def test_a_file_that_cannot_be_read_any_more_keeps_what_it_said(

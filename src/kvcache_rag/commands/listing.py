@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.extraction import suffixes
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # How commands say what a folder of texts may hold.
-FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
+FOLDER: Final = f"folder with {', '.join(suffixes())} files"
 
 
 def check_file(path: Path) -> None:

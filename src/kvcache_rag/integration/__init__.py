@@ -44,8 +44,11 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.extraction import LeftOut as LeftOut
     from kvcache_rag.integration.extraction import extract_text as extract_text
     from kvcache_rag.integration.extraction import left_out_lines as left_out_lines
+    from kvcache_rag.integration.extraction import read_file as read_file
     from kvcache_rag.integration.extraction import read_folder as read_folder
     from kvcache_rag.integration.extraction import suffixes as suffixes
+    from kvcache_rag.integration.extraction import without_lines as without_lines
+    from kvcache_rag.integration.formats import FileText as FileText
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
     from kvcache_rag.integration.known_texts import is_short as is_short

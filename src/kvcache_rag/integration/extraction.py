@@ -1,31 +1,23 @@
-"""The text of files: what documents say, whatever wrote them.
-
-Text is read as it is, Markdown without its front matter; PDF, HTML and Word by the libraries of the
-extra `documents`, which are imported when a file needs them.
-"""
+"""The files of folders: which can be read, what each says, what was left out and why."""
 
 from __future__ import annotations
 
-import io
-import logging
 import os
-import re
-import time
-import warnings
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
+from kvcache_rag.integration import formats
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-TEXT_SUFFIXES: Final = (".md", ".txt")
+    from kvcache_rag.integration.formats import FileText
 
 _NO_TEXT: Final = "there is no text in it"
 _SCANNED: Final = "there is no text in it; pages that were scanned need OCR first"
@@ -36,34 +28,6 @@ _NAMED_OTHERWISE: Final = "its name is not UTF-8; rename it"
 
 _SHOWN: Final = 20  # files left out that are named
 _FEW: Final = 5  # of kinds that are never read
-
-# Files of Word are zips; with a password, or of before 2007, they are one of these.
-_OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
-
-# A page takes hundredths of a second; one of forms within forms takes what pypdf gives it at most.
-_PDF_SECONDS: Final = 30.0  # and as many for each megabyte
-
-# Of unclosed tags and comments, for which the parser takes the square of their number: 3 seconds.
-_HTML_LEVELS: Final = 5000
-_TAG: Final = re.compile(rb"<(?:(/)[a-z]|!--|([a-z][a-z0-9]*))|-->", re.IGNORECASE)
-_VOID: Final = frozenset(
-    b"area base br col embed hr img input link meta param source track wbr".split()
-)
-
-# What tools keep about a note before it, in YAML.
-_FRONT_MATTER: Final = re.compile(
-    r"---[ \t]*\n(?P<fields>[\w-]+:.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
-)
-_TITLE: Final = re.compile(r"^title:(?![ \t]*[|>])[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
-
-_UNSEEN: Final = ("head", "noscript", "script", "style", "svg", "template")
-
-_LINES: Final = ("dd", "dt", "li", "tr")
-_BLOCKS: Final = (
-    *("address", "article", "aside", "blockquote", "div", "dl", "fieldset", "figcaption", "figure"),
-    *("footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol"),
-    *("p", "pre", "section", "table", "ul"),
-)
 
 
 @dataclass(frozen=True)
@@ -86,17 +50,22 @@ class FolderTexts:
     """What the files of a folder say.
 
     Attributes:
-        texts: By their path below the folder.
-        left_out: Files without one.
+        files: Those with text, by their path below the folder.
+        left_out: Those without.
     """
 
-    texts: dict[str, str]
+    files: dict[str, FileText]
     left_out: tuple[LeftOut, ...]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What the files say, by their path."""
+        return {name: file.text for name, file in self.files.items()}
 
 
 def suffixes() -> tuple[str, ...]:
     """Of the files that can be read, with the extra `documents`."""
-    return tuple(sorted((*TEXT_SUFFIXES, *_READERS)))
+    return tuple(sorted(_READERS))
 
 
 def is_known_kind(name: str) -> bool:
@@ -118,39 +87,44 @@ def read_folder(folder: str, *, allow_empty: bool = False) -> FolderTexts:
     root = Path(expanded(folder))
     entries = list(_entries(root))
     check_readable(path for path, problem in entries if not problem)
-    texts: dict[str, str] = {}
+    files: dict[str, FileText] = {}
     left_out: list[LeftOut] = []
     for path, problem in entries:
         name = path.relative_to(root).as_posix()
         try:
-            text = _file_text(path, name, problem)
+            found = _read_file(path, name, problem)
         except OSError as error:
             left_out.append(LeftOut(name, _unopened(error)))
         except InvalidInputError as error:
             left_out.append(LeftOut(name, str(error), is_read=problem == _LINKED))
         else:
-            if text.strip():
-                texts[name] = text
+            if found.text.strip():
+                files[name] = found
             else:
-                reason = _SCANNED if _kind(name) == ".pdf" else _NO_TEXT
-                left_out.append(LeftOut(name, reason, is_read=True))
-    if not texts and not allow_empty:
+                left_out.append(LeftOut(name, _why_empty(name, found), is_read=True))
+    if not files and not allow_empty:
         kinds = ", ".join(suffixes())
         why = "".join(f"; {plain(one.name)}: {one.reason}" for one in left_out[:1])
         raise InvalidInputError(f"there is no file with text ({kinds}) in {folder}{why}")
-    return FolderTexts(texts, tuple(left_out))
+    return FolderTexts(files, tuple(left_out))
 
 
-def _file_text(path: Path, name: str, problem: str) -> str:
+def _why_empty(name: str, file: FileText) -> str:
+    if _kind(name) == ".pdf":
+        return _SCANNED
+    return f"{_NO_TEXT}, only {' and '.join(file.without)}" if file.without else _NO_TEXT
+
+
+def _read_file(path: Path, name: str, problem: str) -> FileText:
     if problem:
         raise InvalidInputError(problem)
     if not is_known_kind(name):
-        return extract_text(name, b"")
+        raise InvalidInputError(_why_unknown())
     try:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidInputError(_NAMED_OTHERWISE) from None
-    return extract_text(name, path.read_bytes())
+    return read_file(name, path.read_bytes())
 
 
 def _unopened(error: OSError) -> str:
@@ -201,6 +175,17 @@ def _problem(path: Path) -> str:
     return _SPECIAL if path.exists() else _DANGLING
 
 
+def without_lines(files: Mapping[str, FileText]) -> Iterator[str]:
+    """What of files is not in their texts, for people."""
+    found = [(name, file.without) for name, file in files.items() if file.without]
+    if found:
+        yield f"without what is no text in {len(found)} file{'s' * (len(found) != 1)}:"
+    for name, without in found[:_SHOWN]:
+        yield f"  {plain(name)}: {', '.join(without)}"
+    if len(found) > _SHOWN:
+        yield f"  and {len(found) - _SHOWN} more"
+
+
 def left_out_lines(left_out: Sequence[LeftOut], kept: Collection[str] = ()) -> Iterator[str]:
     """What of a folder was left out and why, for people.
 
@@ -241,12 +226,18 @@ def check_readable(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         reader = _READERS.get(_kind(path.name))
-        if reader is not None and find_spec(reader.module) is None:
-            raise MissingExtraError(f"{reader.package}, which reads {path.name},", "documents")
+        for package, module in reader.needs if reader else ():
+            if find_spec(module) is None:
+                raise MissingExtraError(f"{package}, which reads {path.name},", "documents")
 
 
 def extract_text(name: str, data: bytes) -> str:
-    """The text of a file; "" if there is none in it.
+    """The text of a file; "" if there is none in it.  Arguments and errors as of `read_file`."""
+    return read_file(name, data).text
+
+
+def read_file(name: str, data: bytes) -> FileText:
+    """What a file says.
 
     Args:
         name: Of the file; its ending says what it is.
@@ -257,203 +248,77 @@ def extract_text(name: str, data: bytes) -> str:
         MissingExtraError: If a library is missing.
     """
     suffix = _kind(name)
-    if suffix == ".md":
-        return _markdown(data)
-    if suffix in TEXT_SUFFIXES:
-        return _text(data)
     if suffix not in _READERS:
         raise InvalidInputError(_why_unknown())
     check_readable([Path(name)])
     try:
-        text = _READERS[suffix].read(data)
+        found = _READERS[suffix].read(data)
     except InvalidInputError:
         raise
+    except RecursionError as error:
+        raise InvalidInputError("it is nested too deep; save it as text") from error
     except Exception as error:  # damaged files raise whatever a library meets
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise InvalidInputError(f"it cannot be read as {suffix} ({reason})") from error
-    return whole_characters(text)
-
-
-def whole_characters(text: str) -> str:
-    """Without halves of surrogate pairs and NULs, which fonts without a proper table give."""
-    return text.encode(errors="replace").decode().replace("\0", "")
+    return replace(found, digest=sha256(data).hexdigest())
 
 
 def _kind(name: str) -> str:
     return PurePath(name).suffix.lower()
 
 
-# ---------------------------------------------------------------------- formats
-def _text(data: bytes) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError("it is not UTF-8 text; save it as UTF-8") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # as files opened for text are read
-
-
-def _markdown(data: bytes) -> str:
-    """With the title of its front matter for a heading, and without the rest of that.
-
-    A note's own date, tags and author are answered in place of those that it is about.
-    """
-    text = _text(data)
-    found = _FRONT_MATTER.match(text)
-    if found is None:
-        return text
-    body = text[found.end() :].lstrip("\n")
-    title = _TITLE.search(found["fields"])
-    if title is None or body.startswith("# "):
-        return body
-    return f"# {title[2]}\n\n{body}"
-
-
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """Reads one kind of file.
 
     Attributes:
-        package: The library's name in registries.
-        module: Its name in Python.
-        read: Text of a file's bytes.
+        read: What a file's bytes say.
+        says: What is read of such a file, and what is not, for people.
+        needs: Libraries, by their names in registries and in Python.
     """
 
-    package: str
-    module: str
-    read: Callable[[bytes], str]
+    read: Callable[[bytes], FileText]
+    says: str
+    needs: tuple[tuple[str, str], ...] = ()
 
 
-def pdf_pages(data: bytes) -> Iterator[str]:
-    """The text of each page of a PDF, read when it is asked for.
-
-    Raises:
-        InvalidInputError: If it is encrypted, or takes far longer than files of its size do.
-        Exception: Whatever pypdf meets in a damaged file.
-    """
-    from pypdf import PasswordType, PdfReader
-
-    end = time.monotonic() + _PDF_SECONDS * (1 + len(data) / 1e6)
-    with _silent("pypdf"):
-        document = PdfReader(io.BytesIO(data))
-        # Many are encrypted without a password, only to forbid printing.
-        if document.is_encrypted and document.decrypt("") == PasswordType.NOT_DECRYPTED:
-            raise InvalidInputError("it is encrypted; save a copy without its password")
-        pages = document.pages
-    for number in range(len(pages)):
-        if time.monotonic() > end:
-            raise InvalidInputError(
-                f"its first {number} pages took longer than files of its size do; print it to a "
-                "new PDF"
-            )
-        with _silent("pypdf"):
-            text = pages[number].extract_text().strip()
-        yield text
-
-
-def _pdf(data: bytes) -> str:
-    return "\n\n".join(pdf_pages(data)).strip()
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Keep a library from writing about each small fault of a file."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
-
-
-def _html(data: bytes) -> str:
-    """As a browser breaks lines: around blocks, and where it is told to."""
-    from bs4 import BeautifulSoup
-    from bs4.element import NavigableString
-
-    if _levels(data) > _HTML_LEVELS:
-        raise InvalidInputError(
-            f"more than {_HTML_LEVELS} of its tags or comments are not closed; save it as text"
-        )
-    with _silent("bs4"):
-        page = BeautifulSoup(data, "html.parser")
-    for tag in page.find_all(_UNSEEN):
-        tag.decompose()
-    for text in page.find_all(string=True):
-        # Comments and their like are of classes of their own.
-        if type(text) is NavigableString and text.find_parent("pre") is None:
-            text.replace_with(re.sub(r"\s+", " ", text))
-    for cell in page.find_all(("td", "th")):
-        if cell.find_next_sibling(("td", "th")) is not None:
-            cell.append(" | ")
-    for tag in page.find_all("br"):
-        tag.replace_with("\n")
-    for tag in page.find_all((*_LINES, *_BLOCKS)):
-        tag.insert_before("\n")
-        if tag.name in _BLOCKS:
-            tag.insert_after("\n")
-    # What is left of white space between words; `pre` indents by more.
-    lines = (re.sub("^ (?! )", "", line).rstrip() for line in page.get_text().splitlines())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-
-
-def _levels(data: bytes) -> int:
-    """How many tags and comments stand inside each other, as far as a look at them says."""
-    level = deepest = 0
-    for found in _TAG.finditer(data):
-        if found[1] or found[0] == b"-->":
-            level = max(0, level - 1)
-        elif found[2] is None or found[2].lower() not in _VOID:
-            level += 1
-            deepest = max(deepest, level)
-    return deepest
-
-
-def _docx(data: bytes) -> str:
-    if data.startswith(_OLD_OFFICE):
-        raise InvalidInputError(
-            "it has a password, or is of a Word before 2007; save it as .docx without one"
-        )
-    from docx import Document
-
-    return "\n".join(_word_lines(Document(io.BytesIO(data)).element.body)).strip()
-
-
-def _word_lines(element: Any) -> Iterator[str]:
-    """Paragraphs and rows of tables, also within content controls, which python-docx skips."""
-    for child in element.iterchildren():
-        kind = _local_name(child)
-        if kind == "p":
-            yield _word_text(child)
-        elif kind == "tr":
-            cells = child.xpath("./w:tc | ./w:sdt/w:sdtContent/w:tc")
-            yield " | ".join(" ".join(_word_lines(cell)).strip() for cell in cells)
-        elif kind in ("tbl", "sdt", "sdtContent", "customXml"):
-            yield from _word_lines(child)
-
-
-# Pieces of runs in their order, once: a text box is written again for older programs.
-_RUNS: Final = (
-    ".//w:t[not({0})] | .//w:r/w:tab[not({0})] | .//w:r/w:br[not({0})] | .//w:r/w:cr[not({0})]"
-).format("ancestor::*[local-name()='Fallback']")
-
-
-def _word_text(paragraph: Any) -> str:
-    """With what was inserted and is not accepted yet, without what was deleted."""
-    spaces = {"tab": "\t", "br": "\n", "cr": "\n"}
-    pieces = paragraph.xpath(_RUNS)
-    return "".join(spaces.get(_local_name(piece), piece.text or "") for piece in pieces)
-
-
-def _local_name(element: Any) -> str:
-    return str(element.tag).rpartition("}")[2]
-
-
+_HTML: Final = Reader(
+    formats.html,
+    "as a browser lays it out, its menus too: rows of tables in a line, numbers of lists, `10³` "
+    "where a 3 is raised, `~~struck~~`, formulas of MathML in a line; not what its attributes hide "
+    "(`hidden`, `display: none`, a closed `<dialog>`), but what only style sheets do",
+    (("justhtml", "justhtml"),),
+)
 _READERS: Final = {
-    ".docx": _Reader("python-docx", "docx", _docx),
-    ".htm": _Reader("beautifulsoup4", "bs4", _html),
-    ".html": _Reader("beautifulsoup4", "bs4", _html),
-    ".pdf": _Reader("pypdf", "pypdf", _pdf),
+    ".docx": Reader(
+        formats.word,
+        "with all changes accepted, text boxes, footnotes and endnotes, formulas in a line; not "
+        "headers, footers, comments, hidden text, and the numbers of lists",
+        (("mammoth", "mammoth"), *_HTML.needs),
+    ),
+    ".htm": _HTML,
+    ".html": _HTML,
+    ".md": Reader(
+        formats.markdown,
+        "as it is (UTF-8); of front matter the title becomes a heading, sentences stay, and the "
+        "rest becomes metadata",
+    ),
+    ".pdf": Reader(
+        formats.pdf,
+        "the text of its pages, with what is filled in in forms (`name: value`) and notes that "
+        "were typed on them; pages that were scanned need OCR first",
+        (("pypdf", "pypdf"),),
+    ),
+    ".txt": Reader(formats.plain, "as it is (UTF-8), without control characters"),
 }
+
+
+def kinds_table() -> Iterator[str]:
+    """What is read of each kind of file, as a table in Markdown."""
+    yield "| files | what is read | by |"
+    yield "|---|---|---|"
+    readers = dict.fromkeys(_READERS.values())
+    for reader in readers:
+        names = ", ".join(f"`{name}`" for name, one in _READERS.items() if one is reader)
+        by = ", ".join(package for package, _ in reader.needs)
+        yield f"| {names} | {reader.says} | {by} |"

@@ -17,7 +17,6 @@ from kvcache_rag.commands.options import (
     ready,
 )
 from kvcache_rag.errors import expanded
-from kvcache_rag.integration import read_folder
 from llama_index.kvcache_rag.commands.settings import OF_MODELS, Settings, collections_in
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
-    from kvcache_rag.integration import LeftOut
+    from kvcache_rag.integration import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 TINY: Final = "tiny"
@@ -245,29 +244,30 @@ def open_store(settings: Settings, llm: KVCacheLLM | None) -> KVCacheVectorStore
     return KVCacheVectorStore.from_params(settings.collection, persist_dir=settings.chroma, llm=llm)
 
 
-def read_documents(
-    folder: str, *, allow_empty: bool = False
-) -> tuple[list[Document], tuple[LeftOut, ...]]:
-    """Files under `folder` as documents, identified by their path; and those without text.
+FILE_DIGEST: Final = "file_digest"
+"""Of the file, in a document's metadata."""
 
-    The path is kept out of the LLM's text: moving a file does not change what its chunks say.
 
-    Raises:
-        InvalidInputError: If there is no text in any, unless `allow_empty`.
-        MissingExtraError: If one needs a library that is not installed.
+def as_document(name: str, file: FileText) -> Document:
+    """A file, identified by its path.
+
+    What is said about it is kept out of the LLM's text: moving a file does not change what its
+    chunks say, and a note's own date and tags are not answered in place of those it is about.
     """
     from llama_index.core.schema import Document
 
-    found = read_folder(folder, allow_empty=allow_empty)
-    hidden = ["file_path"]
-    documents = [
-        Document(
-            text=text,
-            id_=name,
-            metadata={"file_path": name},
-            excluded_llm_metadata_keys=hidden,
-            excluded_embed_metadata_keys=hidden,
-        )
-        for name, text in found.texts.items()
-    ]
-    return documents, found.left_out
+    said = {_free(key): value for key, value in file.metadata.items()}
+    metadata = {**said, "file_path": name, **({FILE_DIGEST: file.digest} if file.digest else {})}
+    return Document(
+        text=file.text,
+        id_=name,
+        metadata=metadata,
+        excluded_llm_metadata_keys=[*metadata],
+        excluded_embed_metadata_keys=[*metadata],
+    )
+
+
+def _free(key: str) -> str:
+    """A name that neither we nor a framework nor Chroma writes in a row."""
+    is_taken = key in ("file_path", FILE_DIGEST, "doc_id", "document_id", "ref_doc_id")
+    return f"said_{key}" if is_taken or key.startswith(("_", "kv_", "chroma:", "#")) else key

@@ -7,30 +7,34 @@ taken out.  A collection is of one folder; another one's files take their place 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.cli import REFUSED
-from kvcache_rag.commands.options import add_chunking, check_chunking
+from kvcache_rag.commands.listing import FOLDER
+from kvcache_rag.commands.options import add_chunking, add_json, check_chunking
 from kvcache_rag.commands.which_model import no_model
 from kvcache_rag.errors import expanded
-from kvcache_rag.integration import left_out_lines, plain
+from kvcache_rag.integration import left_out_lines, plain, read_folder, without_lines
 from llama_index.kvcache_rag.commands.corpus import (
+    FILE_DIGEST,
     PACKAGED,
     TINY,
     add_place,
+    as_document,
     begin,
     default_model,
     embedding,
     open_store,
-    read_documents,
 )
 from llama_index.kvcache_rag.commands.report import (
+    Ingested,
     chunk_files,
     plural,
     size,
@@ -46,12 +50,12 @@ from llama_index.kvcache_rag.commands.settings import (
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from llama_index.core.storage.docstore import SimpleDocumentStore
+    from llama_index.core.schema import Document
 
     from kvcache_rag import Metrics
-    from kvcache_rag.integration import LeftOut
+    from kvcache_rag.integration import FolderTexts, LeftOut
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill, KVCacheVectorStore
 
 HELP = "embed, store and prefill the files of a folder: text, Markdown, PDF, HTML, Word"
@@ -68,11 +72,12 @@ _NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")  # Chr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the folder and how it is split and stored."""
+    add_json(parser)
     parser.add_argument(
         "folder",
         type=expanded,
         metavar="DIR",
-        help="folder with .txt, .md, .pdf, .html, .htm and .docx files",
+        help=FOLDER,
     )
     add_place(parser)
     add_chunking(parser, "default: 256", overlap=None)
@@ -106,7 +111,7 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
     # A folder that was ingested may have lost all its files.
-    documents, left_out = read_documents(
+    found = read_folder(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
     _check_writable("--kv-dir", settings.kv_dir)
@@ -120,18 +125,22 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
     held = chunk_files(settings.kv_dir)
     embedding_beside = KVCachePrefill(llm=llm, embed_model=embed_model, show_progress=True)
     with store.replacing():
-        docstore = _docstore(settings, before, store)
+        known = _as_written(found, _known(settings, before, store))
         settings.note(store.client)
-        kept = _kept(left_out, _known(docstore)) if is_same else set()
-        removed = _ingest(documents, settings, store, docstore, embedding_beside, kept)
+        kept = _kept(found.left_out, known) if is_same else set()
+        documents = [as_document(name, file) for name, file in found.files.items()]
+        anew = _anew(documents, known)
+        removed = _ingest(documents, settings, store, known, embedding_beside, kept)
         store.prefill_missing(show_progress=True)
     engine.store.sweep()
-    missing = _report(settings, store, len(documents) + len(kept), held)
+    said = _Report.of(settings, store, found, held, kept=kept, removed=removed, anew=anew)
     if before is not None and before.model and not settings.is_by(before):
         print(f"note: {settings.collection!r} was of {before.described}", file=sys.stderr)
-    for line in (*_removed_lines(removed), *left_out_lines(left_out, kept)):
-        print(line)
-    if missing:
+    if arguments.json:
+        print(json.dumps(said.as_json, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(said.lines))
+    if missing := said.missing:
         reason = engine.store.stats().last_failure or "they were evicted"
         raise InvalidInputError(f"{plural(missing, 'chunk')} could not be kept: {reason}")
     _measure(settings, store, llm)
@@ -227,32 +236,44 @@ def _adapter(settings: Settings) -> str | None:
     return settings.adapter
 
 
-def _docstore(
+def _known(
     settings: Settings, before: Settings | None, store: KVCacheVectorStore
-) -> SimpleDocumentStore:
-    """The documents that are in the collection as they were read, for the pipeline to compare."""
-    from llama_index.core.storage.docstore import SimpleDocumentStore
-
-    found = SimpleDocumentStore()
+) -> dict[str, Ingested]:
+    """The documents that are in the collection as they were read, by their ids."""
     if store.client.count() == 0:
-        return found
+        return {}
     sizes = (settings.chunk_size, settings.chunk_overlap)
     if before is None or (before.chunk_size, before.chunk_overlap) != sizes:
         # Every file is split anew; chunks that stay the same keep their KV.
         store.clear()
-        return found
+        return {}
     before.check_embedding(settings.embed)
-    for name, digest in whole_documents(store).items():
-        found.set_document_hash(name, digest)
-    return found
+    return whole_documents(store)
 
 
-def _known(docstore: SimpleDocumentStore) -> set[str]:
-    """Ids of the documents that were ingested."""
-    return set(docstore.get_all_document_hashes().values())
+def _as_written(found: FolderTexts, known: dict[str, Ingested]) -> dict[str, Ingested]:
+    """Documents of before their files' digests were noted, as they would have been with them."""
+    written = dict(known)
+    for name, file in found.files.items():
+        there = known.get(name)
+        if there is not None and not there.file_digest and not file.metadata:
+            before = as_document(name, replace(file, digest=""))
+            if before.hash == there.hash:
+                written[name] = Ingested(as_document(name, file).hash, file.digest)
+    return written
 
 
-def _kept(left_out: tuple[LeftOut, ...], known: set[str]) -> set[str]:
+def _anew(documents: Sequence[Document], known: Mapping[str, Ingested]) -> dict[str, bool]:
+    """Files that say something else than before; whether it is known that they did not change."""
+    pairs = ((one, known[one.doc_id]) for one in documents if one.doc_id in known)
+    return {
+        one.doc_id: bool(there.file_digest)
+        for one, there in pairs
+        if there.hash != one.hash and there.file_digest in ("", one.metadata[FILE_DIGEST])
+    }
+
+
+def _kept(left_out: tuple[LeftOut, ...], known: Collection[str]) -> set[str]:
     """Ids of documents that cannot be read now, or lie in a folder that cannot."""
     closed = {one.name for one in left_out if not one.is_read}
     return {
@@ -263,22 +284,26 @@ def _kept(left_out: tuple[LeftOut, ...], known: set[str]) -> set[str]:
 
 
 def _ingest(
-    documents: list[Any],
+    documents: list[Document],
     settings: Settings,
     store: KVCacheVectorStore,
-    docstore: SimpleDocumentStore,
+    known: Mapping[str, Ingested],
     embedding_beside: KVCachePrefill,
     kept: set[str],
 ) -> list[str]:
     """Bring the collection in step; gives the documents that were taken out."""
     from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
+    from llama_index.core.storage.docstore import SimpleDocumentStore
 
-    known, there = _known(docstore), {document.doc_id for document in documents}
+    docstore = SimpleDocumentStore()
+    for name, one in known.items():
+        docstore.set_document_hash(name, one.hash)
+    there = {document.doc_id for document in documents}
     # Left behind by a run that was stopped within them.
-    store.delete_documents(sorted(there - known))
+    store.delete_documents(sorted(there - known.keys()))
     # Not by the pipeline, to which what cannot be read now would be gone.
-    removed = sorted(known - there - kept)
+    removed = sorted(known.keys() - there - kept)
     store.delete_documents(removed)
     splitter = SentenceSplitter(
         chunk_size=settings.chunk_size, chunk_overlap=settings.chunk_overlap
@@ -295,21 +320,113 @@ def _ingest(
     return removed
 
 
-def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]) -> int:
-    """Print what is there now; gives how many chunks are not."""
-    chunks, found = stored_chunks(store), chunk_files(settings.kv_dir)
-    fresh, there = len(chunks & found.keys() - held.keys()), len(chunks & held.keys())
-    nbytes = sum(found.get(digest, 0) for digest in chunks)
-    print(f"{plural(files, 'file')}, {plural(len(chunks), 'chunk')} in {settings.chroma}")
-    print(f"{plural(fresh, 'chunk')} prefilled, {there} were there already")
-    print(f"KV of these chunks: {size(nbytes)} in {settings.kv_dir}")
-    print(f"model {settings.described}, embedding {settings.embed}")
-    return len(chunks - found.keys())
+@dataclass(frozen=True)
+class _Report:
+    """What is there now.
+
+    Attributes:
+        settings: Of the collection.
+        found: What the folder says.
+        kept: Files that cannot be read now, of which what they said before is there.
+        removed: Files that were taken out.
+        anew: Files that are read differently now than when they were prefilled; whether it is
+            known that they did not change.
+        chunks: Of the collection.
+        prefilled: Of these, now.
+        there: Of these, before.
+        missing: Of these, none, as they could not be kept.
+        nbytes: Of their KV.
+    """
+
+    settings: Settings
+    found: FolderTexts
+    kept: set[str]
+    removed: list[str]
+    anew: dict[str, bool]
+    chunks: int
+    prefilled: int
+    there: int
+    missing: int
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        store: KVCacheVectorStore,
+        found: FolderTexts,
+        held: Mapping[str, int],
+        **files: Any,
+    ) -> _Report:
+        """Count chunks; `held` are those of before."""
+        chunks, files_now = stored_chunks(store), chunk_files(settings.kv_dir)
+        return cls(
+            settings,
+            found,
+            **files,
+            chunks=len(chunks),
+            prefilled=len(chunks & files_now.keys() - held.keys()),
+            there=len(chunks & held.keys()),
+            missing=len(chunks - files_now.keys()),
+            nbytes=sum(files_now.get(digest, 0) for digest in chunks),
+        )
+
+    @property
+    def files(self) -> int:
+        """In the collection."""
+        return len(self.found.files) + len(self.kept)
+
+    def _anew(self, *, known: bool) -> list[str]:
+        return [name for name, is_known in self.anew.items() if is_known is known]
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        settings = self.settings
+        return [
+            f"{plural(self.files, 'file')}, {plural(self.chunks, 'chunk')} in {settings.chroma}",
+            f"{plural(self.prefilled, 'chunk')} prefilled, {self.there} were there already",
+            f"KV of these chunks: {size(self.nbytes)} in {settings.kv_dir}",
+            f"model {settings.described}, embedding {settings.embed}",
+            *_named(self._anew(known=True), "prefilled anew, as they are read differently now,"),
+            *_named(
+                self._anew(known=False),
+                "prefilled anew, as they changed or are read differently now,",
+            ),
+            *_named(self.removed, "removed"),
+            *without_lines(self.found.files),
+            *left_out_lines(self.found.left_out, self.kept),
+        ]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        settings, found = self.settings, self.found
+        return {
+            "collection": settings.collection,
+            "chroma": settings.chroma,
+            "kv_dir": settings.kv_dir,
+            "model": settings.described,
+            "embedding": settings.embed,
+            "files": self.files,
+            "chunks": self.chunks,
+            "prefilled": self.prefilled,
+            "there": self.there,
+            "bytes": self.nbytes,
+            "read_differently": self._anew(known=True),
+            "changed_or_read_differently": self._anew(known=False),
+            "removed": self.removed,
+            "without": {name: one.without for name, one in found.files.items() if one.without},
+            "left_out": [
+                {"name": one.name, "reason": one.reason, "kept": one.name in self.kept}
+                for one in found.left_out
+            ],
+        }
 
 
-def _removed_lines(removed: list[str]) -> list[str]:
-    if not removed:
+def _named(names: list[str], what: str) -> list[str]:
+    if not names:
         return []
-    names = ", ".join(map(plain, removed[:_SHOWN]))
-    more = f" and {len(removed) - _SHOWN} more" if len(removed) > _SHOWN else ""
-    return [f"removed {plural(len(removed), 'file')}: {names}{more}"]
+    shown = ", ".join(map(plain, names[:_SHOWN]))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what} {plural(len(names), 'file')}: {shown}{more}"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.collections import referenced
 from kvcache_rag.integration import Rows, plain
+from llama_index.kvcache_rag.commands.corpus import FILE_DIGEST
 from llama_index.kvcache_rag.commands.settings import this_machine
 
 if TYPE_CHECKING:
@@ -44,8 +46,21 @@ def stored_chunks(store: KVCacheVectorStore) -> set[str]:
     return {*referenced(store.client)}
 
 
-def whole_documents(store: KVCacheVectorStore) -> dict[str, str]:
-    """Digest of each document that was ingested, by its id.
+@dataclass(frozen=True)
+class Ingested:
+    """A document as it is in a collection.
+
+    Attributes:
+        hash: Of its text and metadata, as LlamaIndex has it.
+        file_digest: Of the file that it was read from; "" where that was not noted.
+    """
+
+    hash: str
+    file_digest: str
+
+
+def whole_documents(store: KVCacheVectorStore) -> dict[str, Ingested]:
+    """The documents that were ingested, by their ids.
 
     One whose writing was stopped is not among them: a chunk's neighbour is missing there.
     """
@@ -55,11 +70,12 @@ def whole_documents(store: KVCacheVectorStore) -> dict[str, str]:
         related = json.loads(str(row.metadata.get("_node_content", "{}"))).get("relationships", {})
         if _SOURCE not in related:
             continue
-        name = related[_SOURCE]["node_id"]
-        found[name] = related[_SOURCE]["hash"]
+        source = related[_SOURCE]
+        name, metadata = source["node_id"], source.get("metadata") or {}
+        found[name] = Ingested(source["hash"], str(metadata.get(FILE_DIGEST, "")))
         if any(one in related and related[one]["node_id"] not in ids for one in _NEIGHBOURS):
             broken.add(name)
-    return {name: digest for name, digest in found.items() if name not in broken}
+    return {name: one for name, one in found.items() if name not in broken}
 
 
 def size(count: int) -> str:
