@@ -508,7 +508,8 @@ def _put_into_words(root: Any) -> None:
 
 # What mammoth passes over with all that is in it, as what it reads.
 _PASSED_OVER: Final = {
-    **dict.fromkeys(("bdo", "dir", "fldSimple", "oMathPara", "ruby", "rubyBase"), "smartTag"),
+    **dict.fromkeys(("bdo", "customXml", "dir", "fldSimple", "moveTo", "oMathPara"), "smartTag"),
+    **dict.fromkeys(("ruby", "rubyBase"), "smartTag"),
     "cr": "br",
     "ptab": "tab",
 }
