@@ -17,10 +17,10 @@ from kvcache_rag.integration import (
     LeftOut,
     extract_text,
     extraction,
-    formats,
     left_out_lines,
     read_folder,
 )
+from kvcache_rag.integration.formats import pdf as pdf_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,7 +206,7 @@ def test_forms_within_forms_are_read_so_far() -> None:
 
 
 def test_pages_that_take_far_too_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "PDF_SECONDS", 1e-9)
+    monkeypatch.setattr(pdf_format, "PDF_SECONDS", 1e-9)
     with pytest.raises(InvalidInputError, match=r"^its first 0 pages took longer"):
         extract_text("a.pdf", nested_pdf(2, pages=3))
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.extraction import read_folder as read_folder
     from kvcache_rag.integration.extraction import suffixes as suffixes
     from kvcache_rag.integration.extraction import without_lines as without_lines
-    from kvcache_rag.integration.formats import FileText as FileText
+    from kvcache_rag.integration.formats.text import FileText as FileText
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
     from kvcache_rag.integration.known_texts import is_short as is_short

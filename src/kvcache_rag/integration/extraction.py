@@ -11,13 +11,13 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
-from kvcache_rag.integration import formats
+from kvcache_rag.integration.formats import html, pdf, text, word
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from kvcache_rag.integration.formats import FileText
+    from kvcache_rag.integration.formats.text import FileText
 
 _NO_TEXT: Final = "there is no text in it"
 _SCANNED: Final = "there is no text in it; pages that were scanned need OCR first"
@@ -283,7 +283,7 @@ class Reader:
 
 
 _HTML: Final = Reader(
-    formats.html,
+    html.html,
     "as a browser lays it out, its menus too: rows of tables in a line, numbers of lists, `10³` "
     "where a 3 is raised, `~~struck~~`, formulas of MathML in a line; not what its attributes hide "
     "(`hidden`, `display: none`, a closed `<dialog>`), but what only style sheets do",
@@ -291,7 +291,7 @@ _HTML: Final = Reader(
 )
 _READERS: Final = {
     ".docx": Reader(
-        formats.word,
+        word.word,
         "with all changes accepted, text boxes, footnotes and endnotes, formulas in a line; not "
         "headers, footers, comments, hidden text, and the numbers of lists",
         (("mammoth", "mammoth"), *_HTML.needs),
@@ -299,17 +299,17 @@ _READERS: Final = {
     ".htm": _HTML,
     ".html": _HTML,
     ".md": Reader(
-        formats.markdown,
+        text.markdown,
         "as it is (UTF-8); of front matter the title becomes a heading, sentences stay, and the "
         "rest becomes metadata",
     ),
     ".pdf": Reader(
-        formats.pdf,
+        pdf.pdf,
         "the text of its pages, with what is filled in in forms (`name: value`) and notes that "
         "were typed on them; pages that were scanned need OCR first",
         (("pypdf", "pypdf"),),
     ),
-    ".txt": Reader(formats.plain, "as it is (UTF-8), without control characters"),
+    ".txt": Reader(text.plain, "as it is (UTF-8), without control characters"),
 }
 
 

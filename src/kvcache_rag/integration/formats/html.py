@@ -1,0 +1,310 @@
+"""HTML: what a page shows, in lines as a browser breaks them."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.formats.text import FileText, cleaned, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+_HTML_BYTES: Final = 20_000_000  # a minute
+# Elements that are opened again in every paragraph until they are closed: 15 kB of them can make a
+# million.  Text is the same without.
+_FORMATTING: Final = re.compile(
+    r"<(/?)(?:(s|strike)|a|b|big|code|em|font|i|nobr|small|strong|tt|u)(?=[\s/>])", re.IGNORECASE
+)
+_UNSEEN: Final = (
+    *("annotation", "annotation-xml", "datalist", "head", "noscript", "rp", "script", "style"),
+    *("svg", "template"),
+)
+_UNSEEN_STYLE: Final = re.compile(
+    r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)|"
+    r"(?:opacity|font-size)\s*:\s*(?:0*\.)?0+[a-z%]*\s*(?:!|;|$))",
+    re.IGNORECASE,
+)
+_SHOWN_INPUTS: Final = (
+    *("button", "date", "email", "month", "number", "reset", "search", "submit", "tel", "text"),
+    *("time", "url", "week"),
+)
+_PICTURES: Final = ("canvas", "embed", "img", "object", "video")
+_HEADINGS: Final = ("h1", "h2", "h3", "h4", "h5", "h6")
+_PARAGRAPHS: Final = (
+    *_HEADINGS,
+    *("blockquote", "dl", "fieldset", "figure", "hr", "ol", "p", "pre", "table", "ul"),
+)
+_LINES: Final = (
+    *("address", "article", "aside", "body", "caption", "center", "dd", "details", "dialog"),
+    *("dir", "div", "dt", "figcaption", "footer", "form", "header", "hgroup", "html", "legend"),
+    *("li", "listing", "main", "menu", "nav", "optgroup", "option", "search", "section"),
+    *("summary", "tr", "xmp"),
+)
+_BESIDE: Final = ("button", "input", "meter", "progress", "select", "textarea")
+_AS_WRITTEN: Final = ("listing", "plaintext", "pre", "textarea", "xmp")
+_RAISED: Final = str.maketrans("0123456789+-\u2212=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
+_LOWERED: Final = str.maketrans("0123456789+-\u2212=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
+# White space that is meant, among what only parts words; characters that no text has.
+_PARAGRAPH, _BREAK, _ITEM, _SPACE, _TAB = map(chr, range(0xFDD0, 0xFDD5))
+_MEANT: Final = str.maketrans({" ": _SPACE, "\n": _BREAK, "\t": _TAB})
+
+
+def html(data: bytes) -> FileText:
+    """What a page shows, menus too, in lines as a browser breaks them.
+
+    Raises:
+        InvalidInputError: If it is too long.
+    """
+    if len(data) > _HTML_BYTES:
+        raise InvalidInputError(
+            f"it has more than {_HTML_BYTES // 1_000_000} MB; save it in parts, or as text"
+        )
+    return rendered(_decoded(data))
+
+
+def _decoded(data: bytes) -> str:
+    """UTF-8 where it can be that, whatever a page declares; else what it declares, or Western."""
+    with suppress(UnicodeDecodeError):
+        if b"\x1b$" not in data:  # Japanese in ASCII
+            return data.decode("utf-8-sig")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", "replace")
+    declared = _DECLARED.search(data[:_DECLARED_WITHIN])
+    with suppress(LookupError):
+        name = codecs.lookup(declared[1].decode("ascii")).name if declared else _WESTERN
+        if _OF_PAGES.fullmatch(name):
+            return data.decode(_WIDER.get(name, name), "replace")
+    return data.decode(_WESTERN, "replace")
+
+
+_DECLARED: Final = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+_DECLARED_WITHIN: Final = 4096
+_WESTERN: Final = "cp1252"
+_OF_PAGES: Final = re.compile(
+    r"cp\d+|iso8859-\d+|koi8-[ru]|gb\w+|big5\w*|shift_jis|euc_\w+|iso2022_jp|mac-\w+|tis-620"
+)
+# Browsers take these for what has more letters: https://encoding.spec.whatwg.org/#names-and-labels
+_WIDER: Final = {
+    "iso8859-1": _WESTERN,
+    "iso8859-9": "cp1254",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+}
+
+
+def rendered(markup: str, *, by_mammoth: bool = False) -> FileText:
+    """The text of HTML, and how many pictures are in it.
+
+    Args:
+        markup: A page.
+        by_mammoth: Whether its white space is meant, and where lists begin is not known.
+    """
+    from justhtml import JustHTML
+
+    renamed = _FORMATTING.sub(lambda found: f"<{found[1]}{'del' if found[2] else 'span'}", markup)
+    pieces = _Pieces(by_mammoth=by_mammoth)
+    text = "".join(pieces.of(JustHTML(renamed, sanitize=False).root))
+    text = re.sub(r" *\n[ \n]*", "\n", re.sub(r" {2,}", " ", text))
+    text = re.sub(rf"{_ITEM}[ \n{_PARAGRAPH}{_BREAK}]*", " ", text)
+    text = re.sub(rf"[ \n]*{_PARAGRAPH}[ \n{_PARAGRAPH}]*", "\n\n", text)
+    text = re.sub(rf" *{_BREAK} *", "\n", text).replace(_SPACE, " ").replace(_TAB, "\t")
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
+    return FileText(cleaned(text).strip("\n").rstrip(), counted(pieces.pictures, "picture"))
+
+
+class _Pieces:
+    """The text of a page's nodes in their order, with what stands around each of them."""
+
+    def __init__(self, *, by_mammoth: bool) -> None:
+        self.pictures = 0
+        self._by_mammoth = by_mammoth
+
+    def of(self, root: Any) -> Iterator[str]:
+        """Without recursion: tags may be nested as deep as a file is long."""
+        laying = _laying_out(root)
+        stack: list[tuple[Any, bool, bool]] = [(root, self._by_mammoth, False)]
+        while stack:
+            node, as_written, in_cell = stack.pop()
+            if isinstance(node, str):
+                yield re.sub(rf"[\n{_PARAGRAPH}{_BREAK}]+", " ", node) if in_cell else node
+            elif node.name == "#text":
+                text = re.sub(r"[\ufdd0-\ufdd4]", "", node.data or "")
+                yield text.translate(_MEANT) if as_written else re.sub(r"\s+", " ", text)
+            elif node.children is not None and not _is_unseen(node):
+                self.pictures += node.name in _PICTURES
+                as_written = as_written or node.name in _AS_WRITTEN
+                is_cell = node.name in ("td", "th") and id(node) not in laying
+                parts = self._parts(node, laying)
+                inside = as_written and not in_cell, in_cell or is_cell
+                stack += [(part, *inside) for part in reversed(parts)]
+
+    def _parts(self, node: Any, laying: Collection[int]) -> list[Any]:
+        """What a node shows: nodes inside of it, and texts around them."""
+        name, inside = node.name, node.children
+        if node.namespace == "math":
+            return _formula_parts(node)
+        if name in ("sub", "sup"):
+            return _raised_or_lowered(node)
+        if name == "tr":
+            is_data = not any(id(child) in laying for child in inside)
+            inside = _between(inside, " | ", ("td", "th")) if is_data else inside
+        elif name == "ol" and (not self._by_mammoth or _is_of_notes(node)):
+            inside = _with_numbers(node)
+        before, after = _AROUND.get(name, ("", ""))
+        if name in ("ol", "ul"):
+            is_inner = node.parent is not None and node.parent.name == "li"
+            before = after = "\n" if is_inner else _PARAGRAPH
+        elif name in ("td", "th") and id(node) in laying:
+            before = after = "\n"
+        elif name == "input":
+            kind = (node.attrs.get("type") or "text").lower()
+            inside = [node.attrs.get("value") or ""] if kind in _SHOWN_INPUTS else []
+        return [before, *inside, after]
+
+
+_AROUND: Final = {
+    **dict.fromkeys(_LINES, ("\n", "\n")),
+    **dict.fromkeys(_PARAGRAPHS, (_PARAGRAPH, _PARAGRAPH)),
+    **dict.fromkeys(_BESIDE, (" ", " ")),
+    "br": (_BREAK, ""),
+    "del": ("~~", "~~"),
+    "q": ("\u201c", "\u201d"),
+    "rt": ("(", ")"),
+}
+
+
+def _is_unseen(node: Any) -> bool:
+    attributes = node.attrs or {}
+    return (
+        node.name in _UNSEEN
+        or "hidden" in attributes
+        or (node.name == "dialog" and "open" not in attributes)
+        or "katex-html" in (attributes.get("class") or "")  # a formula that is there as MathML
+        or _UNSEEN_STYLE.search(attributes.get("style") or "") is not None
+    )
+
+
+def _laying_out(root: Any) -> set[int]:
+    """Ids of tables, and of their cells, that lay out a page: tables or headings are in them."""
+    found: set[int] = set()
+    cells: list[tuple[int, int]] = []
+    stack: list[tuple[Any, int | None]] = [(root, None)]
+    while stack:
+        node, table = stack.pop()
+        if table is not None and (node.name == "table" or node.name in _HEADINGS):
+            found.add(table)
+        if table is not None and node.name in ("td", "th"):
+            cells.append((id(node), table))
+        inner = id(node) if node.name == "table" else table
+        stack += [(child, inner) for child in node.children or ()]
+    return found | {cell for cell, table in cells if table in found}
+
+
+def _between(nodes: Sequence[Any], text: str, names: Collection[str] = ()) -> list[Any]:
+    """Nodes with a text between two of these names, or any."""
+    found: list[Any] = []
+    is_first = True
+    for node in nodes:
+        if node.name in names or (not names and node.name[0] != "#"):
+            found += [] if is_first else [text]
+            is_first = False
+        found.append(node)
+    return found
+
+
+def _is_of_notes(node: Any) -> bool:
+    """Whether these are a Word file's notes, by mammoth."""
+    ids = (str((child.attrs or {}).get("id")) for child in node.children)
+    return any(one.startswith(("footnote-", "endnote-")) for one in ids)
+
+
+def _with_numbers(node: Any) -> list[Any]:
+    """A list whose items have the numbers that are shown before them, unless these are letters."""
+    if node.attrs.get("type") not in (None, "1"):
+        return list(node.children)
+    items = sum(child.name == "li" for child in node.children)
+    is_reversed = "reversed" in node.attrs
+    number = _integer(node.attrs.get("start"), items if is_reversed else 1)
+    found: list[Any] = []
+    for child in node.children:
+        if child.name == "li":
+            number = _integer(child.attrs.get("value"), number)
+            found.append(f"\n{number}.{_ITEM}")
+            number += -1 if is_reversed else 1
+        found.append(child)
+    return found
+
+
+def _integer(text: str | None, default: int) -> int:
+    found = re.match(r"\s*([+-]?\d{1,9})", text or "", re.ASCII)
+    return int(found[1]) if found else default
+
+
+def _raised_or_lowered(node: Any) -> list[Any]:
+    """Figures as small letters: 10³ is not 103."""
+    letters, sign = (_RAISED, "^") if node.name == "sup" else (_LOWERED, "_")
+    text = _short_text(node)
+    if text and all(ord(letter) in letters for letter in text):
+        return [text.translate(letters)]
+    if text and any(letter.isdigit() for letter in text) and text[0] not in "[(":
+        return [f"{sign}(", *node.children, ")"]
+    return list(node.children)
+
+
+def _short_text(node: Any) -> str | None:
+    """The text of a few nodes; None of more."""
+    texts: list[str] = []
+    stack = [node]
+    for _ in range(_FEW_NODES):
+        if not stack:
+            return "".join(texts).strip()
+        one = stack.pop()
+        texts.append(one.data or "" if one.name == "#text" else "")
+        stack += reversed(one.children or ())
+    return None
+
+
+_FEW_NODES: Final = 12
+_JOINTS: Final = {
+    "mfrac": ("/",),
+    **dict.fromkeys(("msup", "mover"), ("^",)),
+    **dict.fromkeys(("msub", "munder"), ("_",)),
+    **dict.fromkeys(("msubsup", "munderover"), ("_", "^")),
+}
+
+
+def _formula_parts(node: Any) -> list[Any]:
+    """MathML in a line, as `_formula` of Word."""
+    inside = [child for child in node.children if child.name[0] != "#"]
+    joints = _JOINTS.get(node.name)
+    if joints is not None and len(inside) == len(joints) + 1:
+        found = _in_brackets(inside[0])
+        for joint, child in zip(joints, inside[1:], strict=True):
+            found += [joint, *_in_brackets(child)]
+        return found
+    if node.name == "msqrt":
+        return ["√(", *node.children, ")"]
+    if node.name == "mroot" and len(inside) == 2:
+        return [inside[1], "√(", inside[0], ")"]
+    if node.name == "mfenced":
+        return ["(", *_between(node.children, ", "), ")"]
+    if node.name in ("mtr", "mlabeledtr"):
+        return ["\n", *_between(node.children, " | ", ("mtd",)), "\n"]
+    return list(node.children)
+
+
+def _in_brackets(node: Any) -> list[Any]:
+    text = _short_text(node)
+    return [node] if text is not None and grouped(text) == text else ["(", node, ")"]
+
+
+def grouped(text: str) -> str:
+    """In brackets where it has parts."""
+    return text if len(text) < 2 or text.isalnum() else f"({text})"
