@@ -37,6 +37,7 @@ _WHOLE = (
         "docs_commands",
         "examples",
         "golden",
+        "maps",
     ),
     *(
         "cli_soon",
@@ -45,7 +46,6 @@ _WHOLE = (
         "site_browser",
         "smollm2_package",
         "smollm2_shipped",
-        "work",
     ),
 )
 _IS_SDIST = not (Path(__file__).parent / "integrations").is_dir()

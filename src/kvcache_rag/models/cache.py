@@ -1,4 +1,4 @@
-"""The one module that touches transformers' cache classes, with `deferred/cache.py`.
+"""Our layers of transformers' caches; `deferred/cache.py` and `llamacpp/cells.py` have the others.
 
 A layer of ours keeps its tokens in a preallocated buffer and appends in place.  It never drops
 tokens, not even for sliding windows: the models' own masks add the window by index.  Passes over

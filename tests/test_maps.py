@@ -1,0 +1,109 @@
+"""What maps of the code name, docs/design.md and AGENTS.md, is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("docs/design.md", "AGENTS.md")
+SOURCES = (".c", ".cfg", ".ini", ".py", ".sh", ".toml", ".txt", ".yml")
+WORD = re.compile(r"[A-Za-z_]\w*")
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?|[\w-]+\.(?:c|ini|json|md|py|sh|so|toml|txt)")
+
+
+@cache
+def listed() -> tuple[str, ...]:
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    folders = {str(folder) for file in files for folder in PurePosixPath(file).parents}
+    return (*files, *sorted(folders))
+
+
+@cache
+def words_of(path: str) -> frozenset[str]:
+    return frozenset(WORD.findall((ROOT / path).read_text(encoding="utf-8", errors="replace")))
+
+
+@cache
+def sources() -> tuple[str, ...]:
+    return tuple(
+        path
+        for path in listed()
+        if (path.endswith(SOURCES) or path.endswith("Makefile")) and path != "tests/test_maps.py"
+    )
+
+
+@cache
+def words() -> frozenset[str]:
+    return frozenset().union(*map(words_of, sources()), *(WORD.findall(one) for one in listed()))
+
+
+@cache
+def homes(name: str) -> tuple[str, ...]:
+    """Files that define a class or a function, or are a module of this name."""
+    defined = re.compile(rf"^(?:class|def) {name}\b|^{name}\b[^\n]*=", re.MULTILINE)
+    return tuple(
+        path
+        for path in sources()
+        if path.endswith((f"/{name}.py", f"/{name}/__init__.py"))
+        or (
+            path.endswith(".py")
+            and name in words_of(path)
+            and defined.search((ROOT / path).read_text(encoding="utf-8"))
+        )
+    )
+
+
+@cache
+def entry_points() -> tuple[str, ...]:
+    groups = re.compile(r'^\[project\.entry-points\."(.+)"\]$', re.MULTILINE)
+    projects = (ROOT / path for path in listed() if path.endswith("pyproject.toml"))
+    return tuple(group for one in projects for group in groups.findall(one.read_text("utf-8")))
+
+
+def problem(code: str) -> str:
+    """What of a piece of code is not there; "" if all of it is."""
+    place, _, member = code.rpartition(".")
+    if PATH.fullmatch(code) and ("/" in code or code.endswith(SOURCES)) and "*" not in code:
+        if any(one == code.rstrip("/") or one.endswith("/" + code.rstrip("/")) for one in listed()):
+            return ""
+        found = [one for one in sources() if one.endswith(f"{place}.py")]
+        if not member or not any(member in words_of(one) for one in found):
+            return f"there is no {code}"
+        return ""
+    for name in WORD.findall(code):
+        if name not in words():
+            return f"nothing is called {name} ({code})"
+    for owner, attribute in re.findall(r"\b([A-Za-z_]\w+)\.([a-z_]\w+)\b(?!\.)", code):
+        files = homes(owner)
+        inside = (f"{owner}/{attribute}", f"{owner}/{attribute}.py", f"{owner}.{attribute}")
+        is_inside = any(one.endswith(inside) for one in (*listed(), *entry_points()))
+        if files and not is_inside and not any(attribute in words_of(one) for one in files):
+            return f"{owner} has no {attribute} ({code})"
+    return ""
+
+
+def named(page: str) -> list[str]:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return sorted(set(re.findall(r"`([^`\n]+)`", text)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_a_map_are_there(page: str) -> None:
+    found = named(page)
+    assert len(found) > 50
+    assert [one for one in map(problem, found) if one] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["Engine._run", "policies/nothing.py", "surely_nowhere_at_all()", "kv/mask.no_mask"],
+)
+def test_a_name_that_is_not_there_is_found(code: str) -> None:
+    assert problem(code)
