@@ -112,11 +112,6 @@ WRONG: dict[str, dict[str, str]] = {
         "v=(a+3)/t² in": "v= a+3 t2  in",
     },
     "survey-pandoc.html": {"^n v_iA_i": "^nv_iA_i"},
-    "tariff-libreoffice.docx": {
-        "Season\n\nPrice": "Season\n\n|\n\nPrice",
-        "Summer\n\nMay": "Summer\n\n|\n\nMay",
-        "Winter\n\n9 €": "Winter\n\n|\n\n9 €",
-    },
     "tide.html": {"Mobrit | 18:40": "18:40"},
 }
 
