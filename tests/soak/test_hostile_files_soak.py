@@ -1,0 +1,33 @@
+"""Damaged and hostile files by the thousand, nested ten times deeper than in the short test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hostile import MEGABYTES, SECONDS, SEEDS, read_all
+from tests.reliability import record
+
+if TYPE_CHECKING:
+    from tests.soak.conftest import Amount
+
+LEVELS = 100_000
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", SEEDS)
+def test_no_file_does_more_than_fail(kind: str, amount: Amount) -> None:
+    count = amount(200, 2_000)
+    done = read_all(kind, 2, count, LEVELS)
+    assert done.faults == ()
+    record(
+        f"hostile-{kind}",
+        "damage",
+        f"damaged or hostile .{kind} files read, {SECONDS} s and {MEGABYTES} MB at most for each",
+        count,
+        texts=done.texts,
+        one_sentence=done.refused,
+        anything_else=0,
+        slowest=f"{done.slowest:.1f} s",
+    )
