@@ -82,6 +82,7 @@ _WORD: Final = {
     "v": "urn:schemas-microsoft-com:vml",
     "r": "http://schemas.openxmlformats.org/officeDocument/2006/relationships",
     "a": "http://schemas.openxmlformats.org/drawingml/2006/main",
+    "w14": "http://schemas.microsoft.com/office/word/2010/wordml",
     "wp": "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing",
     "wps": "http://schemas.microsoft.com/office/word/2010/wordprocessingShape",
 }

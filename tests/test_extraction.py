@@ -53,7 +53,7 @@ def _with_document(content: bytes) -> bytes:
         ("a.docx", _entities(), "it declares entities, which Word never does"),
         ("a.docx", _entities("utf-16"), "it declares entities, which Word never does"),
         ("a.docx", _bomb(), "it unpacks to more than 30 MB of text; save it in parts"),
-        ("a.html", b" " * 20_000_001, "it has more than 20 MB; save it in parts, or as text"),
+        ("a.html", b" " * 10_000_001, "it has more than 10 MB; save it in parts, or as text"),
         ("a.docx", b"\xd0\xcf\x11\xe0\xa1\xb1", "it has a password, or is of a Word before 2007"),
         ("a.png", b"", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),
         ("makefile", b"", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),

@@ -30,7 +30,7 @@ def _page(markup: str) -> str:
         pytest.param("<p>412<p>7", "412\n\n7", id="open-paragraphs"),
         pytest.param("412<br>7<br/>8</br>9", "412\n7\n8\n9", id="breaks"),
         pytest.param("412<hr>7", "412\n\n7", id="rule"),
-        pytest.param("<select><option>412<option>7</select>", "412\n7", id="options"),
+        pytest.param("<select><option>412<option>7</select>", "412", id="options"),
         pytest.param(
             "<details><summary>What does it cost?</summary>412 euros.</details>",
             "What does it cost?\n412 euros.",
@@ -94,7 +94,48 @@ def _page(markup: str) -> str:
         pytest.param("<q>412</q>", "\u201c412\u201d", id="q"),
         pytest.param("<ruby>\u6f22<rt>12</rt></ruby>", "\u6f22(12)", id="ruby"),
         pytest.param("<ruby>\u6f22<rp>(<rt>12<rp>)</ruby>", "\u6f22(12)", id="ruby-with-rp"),
+        pytest.param("10<span style='vertical-align: super'>3</span>", "10³", id="raised-by-style"),
+        # ---------------------------------------------- forms
+        pytest.param("<select><option>a<option selected>b</select>", "b", id="selected"),
+        pytest.param("<select multiple><option>a<option>b</select>", "a\nb", id="several-choices"),
+        pytest.param("<input type=checkbox checked> a", "☑ a", id="checked"),
+        pytest.param("<input type=checkbox>a <input type=radio>b", "☐ a ○ b", id="not-checked"),
+        # ---------------------------------------------- cells over several rows and columns
+        pytest.param(
+            "<table><tr><td rowspan=2>Mobrit<td>6:12<td>1<tr><td>18:40<td>2<tr><td>Elin</table>",
+            "Mobrit | 6:12 | 1\nMobrit | 18:40 | 2\nElin",
+            id="rowspan",
+        ),
+        pytest.param(
+            "<table><tr><td>a<td rowspan=2>9<tr><td>b<tr><td colspan=2>c<td>d</table>",
+            "a | 9\nb | 9\nc | | d",
+            id="colspan",
+        ),
+        # ---------------------------------------------- what stands in for something unseen
+        pytest.param("5<object>no</object><video>no</video>7", "5 7", id="fallbacks"),
+        pytest.param("<div><template shadowrootmode=open>412</template></div>", "412", id="shadow"),
+        pytest.param("<a href=a>Home</a><a href=b>Prices</a>", "Home Prices", id="next-links"),
+        pytest.param("dog<a href=a>s</a>", "dogs", id="link-in-a-word"),
+        pytest.param("2 < 3 <4 <= 5", "2 < 3 <4 <= 5", id="less-than"),
+        pytest.param("<ol style='list-style: none'><li>a</ol>", "a", id="plain-list"),
         # ---------------------------------------------- MathML
+        pytest.param(
+            "<math><mn>3</mn><mfrac><mn>1</mn><mn>2</mn></mfrac></math>", "3 1/2", id="mixed"
+        ),
+        pytest.param(
+            "<math><msup><mi>x</mi><mn>2</mn></msup><mn>3</mn></math>",
+            "x^2 3",
+            id="msup-and-figure",
+        ),
+        pytest.param(
+            "<math><mfrac><mn>1</mn><mn>2</mn></mfrac><mi>x</mi></math>", "1/2 x", id="half-of-x"
+        ),
+        pytest.param(
+            "<math><mmultiscripts><mi>C</mi><mprescripts/><mn>6</mn><mn>14</mn></mmultiscripts></math>",
+            "_6^14C",
+            id="before",
+        ),
+        pytest.param("<math><mi>a</mi><mtext>if</mtext><mi>b</mi></math>", "a if b", id="mtext"),
         pytest.param("<math><mfrac><mn>1</mn><mn>2</mn></mfrac></math>", "1/2", id="mfrac"),
         pytest.param(
             "<math><mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mn>2</mn></mfrac></math>",
@@ -179,9 +220,12 @@ def test_encoding_of_html(data: bytes, text: str | None) -> None:
     assert read_file("a.htm", data).text == (data.decode() if text is None else text)
 
 
-def test_pictures_of_html_are_counted() -> None:
-    found = read_file("a.html", b"<p>See <img src=a alt=412> <canvas></canvas><img hidden src=b>")
-    assert (found.text, found.without) == ("See", ("2 pictures",))
+def test_what_of_html_is_no_text_is_counted() -> None:
+    page = (
+        b"<p>See <img src=a alt=412> <canvas></canvas><img hidden src=b><select><option>a</select>"
+    )
+    found = read_file("a.html", page)
+    assert (found.text, found.without) == ("See a", ("2 pictures", "other choices of 1 list"))
 
 
 # ---------------------------------------------------------------------- Word
@@ -249,6 +293,22 @@ FRACTION = (
             run("H") + run("2", "<w:vertAlign w:val='subscript'/>") + run("O"), "H₂O", id="low"
         ),
         pytest.param(run("412", "<w:strike/>") + run(" 349"), "~~412~~ 349", id="struck"),
+        pytest.param(run("412", "<w:dstrike/>") + run(" 349"), "~~412~~ 349", id="struck-twice"),
+        pytest.param(run("m") + run("2", "<w:position w:val='6'/>"), "m²", id="moved-up"),
+        pytest.param(run("m") + run("2", "<w:position w:val='1'/>"), "m2", id="hardly-moved"),
+        pytest.param(run("3") + FRACTION, "3 (a+b)/2=5", id="formula-behind-a-figure"),
+        pytest.param(
+            f"<w:r><w:drawing><wps:txbx><w:txbxContent><w:p>{run('412')}</w:p></w:txbxContent>"
+            "</wps:txbx></w:drawing></w:r>",
+            "412",
+            id="box-of-newer-programs",
+        ),
+        pytest.param(
+            "<w:sdt><w:sdtPr><w14:checkbox><w14:checked w14:val='1'/></w14:checkbox></w:sdtPr>"
+            f"<w:sdtContent>{run('x')}</w:sdtContent></w:sdt>{run(' paid')}",
+            "☑ paid",
+            id="box-that-is-checked",
+        ),
         pytest.param(run("hidden", "<w:vanish/>") + run("shown"), "shown", id="hidden"),
         pytest.param(run("shown", "<w:vanish w:val='0'/>"), "shown", id="not-hidden"),
         pytest.param(FRACTION, "(a+b)/2=5", id="formula"),
@@ -285,6 +345,19 @@ def test_word(inside: str, text: str) -> None:
             "Title\n\ntext\n\na | b\nc | d\n\n412",
             id="control",
         ),
+        pytest.param(
+            "<w:p><w:pPr><w:framePr w:dropCap='drop'/></w:pPr><w:r><w:t>D</w:t></w:r></w:p>"
+            f"<w:p><w:pPr/>{run('rop cap')}</w:p>",
+            "Title\n\ntext\n\na | b\nc | d\n\nDrop cap",
+            id="first-letter",
+        ),
+        pytest.param(
+            f"<w:tbl><w:tr><w:tc><w:tcPr><w:vMerge w:val='restart'/></w:tcPr><w:p>{run('M')}</w:p>"
+            f"</w:tc><w:tc><w:p>{run('6:12')}</w:p></w:tc></w:tr><w:tr><w:tc><w:tcPr><w:vMerge/></w:tcPr><w:p/>"
+            f"</w:tc><w:tc><w:p>{run('18:40')}</w:p></w:tc></w:tr></w:tbl>",
+            "Title\n\ntext\n\na | b\nc | d\n\nM | 6:12\nM | 18:40",
+            id="over-two-rows",
+        ),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
@@ -295,7 +368,7 @@ def test_blocks_of_word(body: str, text: str, strict: bool) -> None:
 
 def test_hyphens_and_formulas_of_strict_word() -> None:
     body = f"<w:p><w:r><w:noBreakHyphen/><w:t>12</w:t></w:r>{FRACTION}</w:p>"
-    assert read_file("a.docx", docx(body=body, strict=True)).text == "-12(a+b)/2=5"
+    assert read_file("a.docx", docx(body=body, strict=True)).text == "-12 (a+b)/2=5"
 
 
 def test_pictures_of_word_are_counted() -> None:
@@ -336,14 +409,28 @@ def test_what_is_filled_in_in_a_pdf(fields: list[dict[str, object]], text: str) 
     assert whole == (f"Form\n{text}" if text else "Form")
 
 
+def _moved(before: str, up: int, small: str, after: str) -> str:
+    """The inside of a line of `pdf`, a part of which is smaller, and higher or lower."""
+    width = 14 if before == "10" else 9
+    moved = f"/F1 7 Tf {width} {up} Td ({small}) Tj /F1 12 Tf {4 * len(small)} {-up} Td"
+    return f"{before}) Tj {moved} ({after}"
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
         (pdf(["first page", "second"]), "first page\n\nsecond"),
         (pdf([""]), ""),
         (pdf(["open"], user_password=""), "open"),
+        (pdf([_moved("10", 5, "3", "m")]), "10³m"),
+        (pdf([_moved("H", -3, "2", "O")]), "H₂O"),
+        (pdf([_moved("10", 5, "x3", "m")]), "10x3m"),
+        (pdf([_moved("10", 30, "3", "m")]), "10\n3\nm"),
     ],
-    ids=["pages", "empty", "without-a-password"],
+    ids=[
+        *("pages", "empty", "without-a-password", "raised", "lowered", "no-small-letters"),
+        "another-line",
+    ],
 )
 def test_pdf(data: bytes, text: str) -> None:
     assert read_file("a.pdf", data).text == text

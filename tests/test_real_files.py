@@ -20,7 +20,7 @@ HARBOUR = (
 )
 HARBOUR_ROWS = (
     *("Ship | Length (m) | Cargo", "Mobrit | 412 | Coal, 80 t Grain, 35 t", "Elin | \u22127.5 |"),
-    *("Sum of both | 115 t", "3.5 \u00d7 10³ m³", "10⁻²", "CO₂"),
+    *("Sum of both | | 115 t", "3.5 \u00d7 10³ m³", "10⁻²", "CO₂"),
 )
 SURVEY = (
     *("\u22123.5 m", "4.1 \u00d7 10⁵ m³", "12 mg/L of O₂", "Station | km | Flow (m³/s)"),
@@ -87,32 +87,15 @@ NEVER = ("hidden", "Unseen", "35 euros", "Ships under", "cookies", "999")
 
 # What is right, and what a reader gives in its place; a mended reader takes its line from here.
 WRONG: dict[str, dict[str, str]] = {
-    "berth-libreoffice.html": {
-        "☑ Pilot wanted": "Pilot wanted",
-        "☐ Tug wanted": "Tug wanted",
-        "Quay: South 215": "Quay:\nNorth 640\nSouth 215",
-        "○ for a day ◉ for a week": "for a day for a week",
-    },
     "clinic-chromium.pdf": {
-        "10¹² red cells, 10⁻³": "1012 red cells, 10\u22123",
-        "H₂O": "H2O",
+        "10² mg": "10²  mg",
         "\U0001d451=(\U0001d464+5)/2 mg": "\U0001d451= \U0001d464+5 2  mg",
-        "10² mg": "102  mg",
         "Ärztinnen": "Ärzt innen",
         "Krankenkasse": "Kranken kasse",
     },
-    "clinic.html": {
-        "Day Tuesday\n☑ I am": "Day\nMonday\nTuesday\nI am",
-    },
     "harbour-libreoffice.pdf": {
-        "10³ m³, of which 10⁻²": "103 m3, of which 10\u22122",
-        "CO₂": "CO2",
-        "euros¹": "euros1",
-        "daysⁱ": "daysi",
-        "v=(a+3)/t² in": "v= a+3 t2  in",
+        "v=(a+3)/t² in": "v= a+3 t²  in",
     },
-    "survey-pandoc.html": {"^n v_iA_i": "^nv_iA_i"},
-    "tide.html": {"Mobrit | 18:40": "18:40"},
 }
 
 

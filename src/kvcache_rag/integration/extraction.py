@@ -285,8 +285,9 @@ class Reader:
 _HTML: Final = Reader(
     html.html,
     "as a browser lays it out, its menus too: rows of tables in a line, numbers of lists, `10³` "
-    "where a 3 is raised, `~~struck~~`, formulas of MathML in a line; not what its attributes hide "
-    "(`hidden`, `display: none`, a closed `<dialog>`), but what only style sheets do",
+    "where a 3 is raised, `~~struck~~`, ☑ and ☐, formulas of MathML in a line; not what its "
+    "attributes hide (`hidden`, `display: none`, a closed `<dialog>`), but what only style sheets "
+    "hide",
     (("justhtml", "justhtml"),),
 )
 _READERS: Final = {
@@ -305,8 +306,9 @@ _READERS: Final = {
     ),
     ".pdf": Reader(
         pdf.pdf,
-        "the text of its pages, with what is filled in in forms (`name: value`) and notes that "
-        "were typed on them; pages that were scanned need OCR first",
+        "the text of its pages, `10³` where a 3 is raised, what is filled in in forms (`name: "
+        "value`) and notes that were typed on them; not formulas, and pages that were scanned need "
+        "OCR first",
         (("pypdf", "pypdf"),),
     ),
     ".txt": Reader(text.plain, "as it is (UTF-8), without control characters"),

@@ -13,12 +13,14 @@ from kvcache_rag.integration.formats.text import FileText, cleaned, counted
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-_HTML_BYTES: Final = 20_000_000  # a minute
+_HTML_BYTES: Final = 10_000_000  # half a minute
 # Elements that are opened again in every paragraph until they are closed: 15 kB of them can make a
 # million.  Text is the same without.
 _FORMATTING: Final = re.compile(
     r"<(/?)(?:(s|strike)|a|b|big|code|em|font|i|nobr|small|strong|tt|u)(?=[\s/>])", re.IGNORECASE
 )
+_NO_TAG: Final = re.compile(r"<(?![a-z/!?])", re.IGNORECASE)
+_NEXT_LINK: Final = re.compile(r"</a\s*>(?=<a[\s>])", re.IGNORECASE)
 _UNSEEN: Final = (
     *("annotation", "annotation-xml", "datalist", "head", "noscript", "rp", "script", "style"),
     *("svg", "template"),
@@ -50,6 +52,8 @@ _RAISED: Final = str.maketrans("0123456789+-\u2212=()ni", "⁰¹²³⁴⁵⁶⁷
 _LOWERED: Final = str.maketrans("0123456789+-\u2212=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
 # White space that is meant, among what only parts words; characters that no text has.
 _PARAGRAPH, _BREAK, _ITEM, _SPACE, _TAB = map(chr, range(0xFDD0, 0xFDD5))
+GAP: Final = chr(0xFDE0)
+"""A space where two words or figures would touch, and nothing elsewhere."""
 _MEANT: Final = str.maketrans({" ": _SPACE, "\n": _BREAK, "\t": _TAB})
 
 
@@ -108,22 +112,28 @@ def rendered(markup: str, *, by_mammoth: bool = False) -> FileText:
     """
     from justhtml import JustHTML
 
+    markup = _NEXT_LINK.sub(f"</a>{GAP}", _NO_TAG.sub("&lt;", markup))
     renamed = _FORMATTING.sub(lambda found: f"<{found[1]}{'del' if found[2] else 'span'}", markup)
     pieces = _Pieces(by_mammoth=by_mammoth)
     text = "".join(pieces.of(JustHTML(renamed, sanitize=False).root))
+    text = re.sub(rf"(?<=[\w)]){GAP}+(?=[\w(])", " ", text).replace(GAP, "")
     text = re.sub(r" *\n[ \n]*", "\n", re.sub(r" {2,}", " ", text))
+    text = re.sub(rf" +(?={_SPACE})|(?<={_SPACE}) +", "", text)
     text = re.sub(rf"{_ITEM}[ \n{_PARAGRAPH}{_BREAK}]*", " ", text)
     text = re.sub(rf"[ \n]*{_PARAGRAPH}[ \n{_PARAGRAPH}]*", "\n\n", text)
     text = re.sub(rf" *{_BREAK} *", "\n", text).replace(_SPACE, " ").replace(_TAB, "\t")
-    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
-    return FileText(cleaned(text).strip("\n").rstrip(), counted(pieces.pictures, "picture"))
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in text.split("\n")))
+    choices = tuple(f"other choices of {one}" for one in counted(pieces.choices, "list"))
+    return FileText(
+        cleaned(text).strip("\n").rstrip(), (*counted(pieces.pictures, "picture"), *choices)
+    )
 
 
 class _Pieces:
     """The text of a page's nodes in their order, with what stands around each of them."""
 
     def __init__(self, *, by_mammoth: bool) -> None:
-        self.pictures = 0
+        self.pictures = self.choices = 0
         self._by_mammoth = by_mammoth
 
     def of(self, root: Any) -> Iterator[str]:
@@ -141,7 +151,7 @@ class _Pieces:
                 self.pictures += node.name in _PICTURES
                 as_written = as_written or node.name in _AS_WRITTEN
                 is_cell = node.name in ("td", "th") and id(node) not in laying
-                parts = self._parts(node, laying)
+                parts = self._parts(node, laying) if node.name not in _PICTURES else [GAP]
                 inside = as_written and not in_cell, in_cell or is_cell
                 stack += [(part, *inside) for part in reversed(parts)]
 
@@ -150,11 +160,16 @@ class _Pieces:
         name, inside = node.name, node.children
         if node.namespace == "math":
             return _formula_parts(node)
-        if name in ("sub", "sup"):
-            return _raised_or_lowered(node)
-        if name == "tr":
-            is_data = not any(id(child) in laying for child in inside)
-            inside = _between(inside, " | ", ("td", "th")) if is_data else inside
+        place = _RAISED_STYLE.search(node.attrs.get("style") or "") if name == "span" else None
+        if name in ("sub", "sup") or place:
+            return _raised_or_lowered(node, place[1].lower() if place else name)
+        if name == "table" and id(node) not in laying:
+            inside = _with_spans(node)
+        elif name == "template":  # the shadow of what is around it
+            inside = node.template_content.children
+        elif name == "select" and "multiple" not in node.attrs:
+            self.choices += 1
+            inside = _chosen(node)
         elif name == "ol" and (not self._by_mammoth or _is_of_notes(node)):
             inside = _with_numbers(node)
         before, after = _AROUND.get(name, ("", ""))
@@ -165,7 +180,9 @@ class _Pieces:
             before = after = "\n"
         elif name == "input":
             kind = (node.attrs.get("type") or "text").lower()
-            inside = [node.attrs.get("value") or ""] if kind in _SHOWN_INPUTS else []
+            value = node.attrs.get("value") or ""
+            inside = [_MARKS[kind]["checked" in node.attrs]] if kind in _MARKS else []
+            inside = [value] if kind in _SHOWN_INPUTS else inside
         return [before, *inside, after]
 
 
@@ -180,10 +197,15 @@ _AROUND: Final = {
 }
 
 
+_MARKS: Final = {"checkbox": ("☐", "☑"), "radio": ("○", "◉")}
+_RAISED_STYLE: Final = re.compile(r"vertical-align\s*:\s*(sub|sup)(?:er)?\b", re.IGNORECASE)
+_PLAIN_LIST: Final = re.compile(r"list-style(?:-type)?\s*:(?!\s*decimal)", re.IGNORECASE)
+
+
 def _is_unseen(node: Any) -> bool:
     attributes = node.attrs or {}
     return (
-        node.name in _UNSEEN
+        (node.name in _UNSEEN and "shadowrootmode" not in attributes)
         or "hidden" in attributes
         or (node.name == "dialog" and "open" not in attributes)
         or "katex-html" in (attributes.get("class") or "")  # a formula that is there as MathML
@@ -225,9 +247,76 @@ def _is_of_notes(node: Any) -> bool:
     return any(one.startswith(("footnote-", "endnote-")) for one in ids)
 
 
+def _chosen(node: Any) -> list[Any]:
+    """What a list of choices shows while it is closed."""
+    options = [one for one in _descendants(node) if one.name == "option"]
+    selected = [one for one in options if "selected" in one.attrs]
+    return [*(selected[-1:] or options[:1])[0].children] if options else []
+
+
+def _descendants(node: Any, *, within: Collection[str] = ()) -> Iterator[Any]:
+    """Elements inside of one, in their order; not inside of those of some names."""
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if one is not node:
+            yield one
+        if one is node or one.name not in within:
+            stack += reversed([child for child in one.children or () if child.name[0] != "#"])
+
+
+def _with_spans(table: Any) -> list[Any]:
+    """What is in a table, its rows as lines of cells; one over several rows stands in each."""
+    found: list[Any] = []
+    spans: dict[int, tuple[int, Any]] = {}  # by column: rows to come, and what stands there
+    for part in _descendants(table, within=("tr", "caption")):
+        if part.name == "caption":
+            found.append(part)
+        elif part.name == "tr":
+            line = _cells(part, spans)
+            found += ["\n", *_joined(line, " | "), "\n"]
+    return found
+
+
+def _cells(row: Any, spans: dict[int, tuple[int, Any]]) -> list[Any]:
+    line: list[Any] = []
+    for cell in (child for child in row.children if child.name in ("td", "th")):
+        _carried(line, spans)
+        rows, columns = (
+            min(_integer(cell.attrs.get(name), 1), _SPANNED) for name in ("rowspan", "colspan")
+        )
+        text = _short_text(cell)
+        for shown in [cell, *[""] * (columns - 1)]:
+            if rows > 1:
+                again = "" if shown == "" or text is None or len(text) > _SPANNED else text
+                spans[len(line)] = (rows - 1, again)
+            line.append(shown)
+    _carried(line, spans)
+    while line and line[-1] == "":
+        line.pop()
+    return line
+
+
+def _carried(line: list[Any], spans: dict[int, tuple[int, Any]]) -> None:
+    """Add the cells of rows before that reach into this one here."""
+    while (place := len(line)) in spans:
+        rows, shown = spans.pop(place)
+        if rows > 1:
+            spans[place] = (rows - 1, shown)
+        line.append(shown)
+
+
+_SPANNED: Final = 50  # rows, columns, and letters that are said again
+
+
+def _joined(parts: Sequence[Any], text: str) -> list[Any]:
+    return [piece for part in parts for piece in (text, part)][1:]
+
+
 def _with_numbers(node: Any) -> list[Any]:
     """A list whose items have the numbers that are shown before them, unless these are letters."""
-    if node.attrs.get("type") not in (None, "1"):
+    is_plain = _PLAIN_LIST.search(node.attrs.get("style") or "")
+    if node.attrs.get("type") not in (None, "1") or is_plain:
         return list(node.children)
     items = sum(child.name == "li" for child in node.children)
     is_reversed = "reversed" in node.attrs
@@ -247,12 +336,19 @@ def _integer(text: str | None, default: int) -> int:
     return int(found[1]) if found else default
 
 
-def _raised_or_lowered(node: Any) -> list[Any]:
+def raised(text: str, *, is_low: bool = False) -> str | None:
+    """Small letters of a text, raised or lowered; None where some have none."""
+    letters = _LOWERED if is_low else _RAISED
+    has_all = text and all(ord(letter) in letters for letter in text)
+    return text.translate(letters) if has_all else None
+
+
+def _raised_or_lowered(node: Any, name: str) -> list[Any]:
     """Figures as small letters: 10³ is not 103."""
-    letters, sign = (_RAISED, "^") if node.name == "sup" else (_LOWERED, "_")
-    text = _short_text(node)
-    if text and all(ord(letter) in letters for letter in text):
-        return [text.translate(letters)]
+    sign, text = "^" if name == "sup" else "_", _short_text(node)
+    small = raised(text or "", is_low=name == "sub")
+    if small is not None:
+        return [small]
     if text and any(letter.isdigit() for letter in text) and text[0] not in "[(":
         return [f"{sign}(", *node.children, ")"]
     return list(node.children)
@@ -288,7 +384,14 @@ def _formula_parts(node: Any) -> list[Any]:
         found = _in_brackets(inside[0])
         for joint, child in zip(joints, inside[1:], strict=True):
             found += [joint, *_in_brackets(child)]
-        return found
+        return [*([GAP] if node.name == "mfrac" else []), *found, GAP]
+    if node.name == "mmultiscripts" and inside:
+        names = [child.name for child in inside]
+        behind = names.index("mprescripts") if "mprescripts" in names else len(inside)
+        after, before = inside[1:behind], inside[behind + 1 :]
+        return [GAP, *_scripts(before), inside[0], *_scripts(after), GAP]
+    if node.name == "mtext":
+        return [GAP, *node.children, GAP]
     if node.name == "msqrt":
         return ["√(", *node.children, ")"]
     if node.name == "mroot" and len(inside) == 2:
@@ -298,6 +401,13 @@ def _formula_parts(node: Any) -> list[Any]:
     if node.name in ("mtr", "mlabeledtr"):
         return ["\n", *_between(node.children, " | ", ("mtd",)), "\n"]
     return list(node.children)
+
+
+def _scripts(nodes: Sequence[Any]) -> list[Any]:
+    """Of pairs, below and above, those that are there."""
+    signs = zip(nodes, "_^" * len(nodes), strict=False)
+    found = [[sign, *_in_brackets(one)] for one, sign in signs if one.name not in ("none", "mrow")]
+    return [part for one in found for part in one]
 
 
 def _in_brackets(node: Any) -> list[Any]:

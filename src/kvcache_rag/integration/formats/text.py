@@ -74,8 +74,12 @@ def silent(name: str) -> Iterator[None]:
 
 # ---------------------------------------------------------------------- Markdown
 _FRONT_MATTER: Final = re.compile(
-    r"---[ \t]*\n((?:[^\n]*\S[^\n]*\n)+?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
+    r"---[ \t]*\n((?:[^\S\n]*\S[^\n]*\n)+?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
 )
+# PyYAML takes the square of both.
+_FRONT_MATTER_BYTES: Final = 20_000
+_NESTED: Final = re.compile(r"[\[{]|- |\? ")
+_NESTED_MOST: Final = 200
 
 
 def markdown(data: bytes) -> FileText:
@@ -104,6 +108,8 @@ def markdown(data: bytes) -> FileText:
 
 def _yaml_mapping(text: str) -> dict[str, Any] | None:
     """A YAML mapping; None if it is none."""
+    if len(text) > _FRONT_MATTER_BYTES or len(_NESTED.findall(text)) > _NESTED_MOST:
+        return None
     import yaml  # type: ignore[import-untyped]  # has no types
 
     try:

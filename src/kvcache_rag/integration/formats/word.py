@@ -9,13 +9,15 @@ from typing import Any, Final
 from xml.etree import ElementTree  # files that declare entities are refused
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.formats.html import grouped, rendered
+from kvcache_rag.integration.formats.html import GAP, grouped, rendered
 from kvcache_rag.integration.formats.text import FileText, counted, silent
 
 # Files of Word are zips; with a password, or of before 2007, they are one of these.
 _OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
 _WORD_BYTES: Final = 30_000_000
 """Of its parts that are XML, unpacked; a long book has two."""
+_ELEMENTS: Final = 500_000  # half a minute
+_FIELDS_WITHIN: Final = 50
 _WITH_TEXT: Final = re.compile(r"word/(?:document|footnotes|endnotes)\d*\.xml")
 
 
@@ -52,6 +54,10 @@ def _prepared(data: bytes) -> tuple[bytes, int]:
             content = parts.read(part)
             if b"<!DOCTYPE" in content.replace(b"\0", b""):  # in UTF-16, too
                 raise InvalidInputError("it declares entities, which Word never does")
+            if content.count(b"<") > 2 * _ELEMENTS:
+                raise InvalidInputError(
+                    f"it has more than {_ELEMENTS:,} pieces; save it in parts, or as text"
+                )
             if _WITH_TEXT.fullmatch(part.filename):
                 root = ElementTree.fromstring(content)  # nothing is declared in it
                 pictures += sum(_kind(node) in _DRAWN for node in root.iter())
@@ -70,27 +76,87 @@ def _kind(node: Any) -> str:
 
 
 def _put_into_words(root: Any) -> None:
-    """Hyphens that do not break, simple fields and formulas as text; hidden runs go."""
+    """What mammoth passes over as what it reads; what is hidden goes."""
     space = root.tag.rpartition("}")[0] + "}"
+    _check_fields(root, space)
+    seen: set[str] = set()
+    is_note = _kind(root) in ("footnotes", "endnotes")
     for above in list(root.iter()):
-        for node in list(above):
+        for place, node in reversed(list(enumerate(above))):
             kind = _kind(node)
-            if kind == "noBreakHyphen":
-                node.tag, node.text = f"{space}t", "-"
-            elif kind == "r" and _is_hidden(node, space):
-                above.remove(node)
-            elif kind in _PASSED_OVER:
-                node[:] = sorted(node, key=lambda one: _kind(one) == "rt")  # behind what it is of
-                node.tag, node.attrib = f"{space}{_PASSED_OVER[kind]}", {}
-            elif kind == "rt":
-                text = "".join(one.text or "" for one in node.iter(f"{space}t"))
-                node.clear()
-                node.tag, node.text = f"{space}t", f"({text})"
-            elif kind == "oMath":
-                text = _formula(node)
-                node.clear()
-                node.tag = f"{space}r"
-                ElementTree.SubElement(node, f"{space}t").text = text
+            if kind == "r" and _is_hidden(node, space):
+                del above[place]
+            elif kind in ("footnoteReference", "endnoteReference"):
+                # One that is there again, or in a note, would be read again with all that is in it.
+                name = f"{kind} {node.get(f'{space}id')}"
+                if is_note or name in seen:
+                    del above[place]
+                seen.add(name)
+            elif kind == "p" and _dropped(node, space) and place + 1 < len(above):
+                _put_before(above[place + 1], node, space)
+                del above[place]
+            else:
+                _put_node(node, kind, space)
+
+
+def _put_node(node: Any, kind: str, space: str) -> None:
+    if kind == "noBreakHyphen":
+        node.tag, node.text = f"{space}t", "-"
+    elif kind in _PASSED_OVER:
+        node.tag, node.attrib = f"{space}{_PASSED_OVER[kind]}", {}
+        node[:] = sorted(node, key=lambda one: _kind(one) == "rt")  # behind what it is of
+    elif kind == "rt":
+        text = "".join(one.text or "" for one in node.iter(f"{space}t"))
+        node.clear()
+        node.tag, node.text = f"{space}t", f"({text})"
+    elif kind == "rPr":
+        _put_properties(node, space)
+    elif kind == "drawing":
+        boxes = list(node.iter(f"{space}txbxContent"))
+        if boxes:
+            node.tag, node[:] = f"{space}pict", boxes
+    elif kind == "oMath":
+        text = _formula(node)
+        node.clear()
+        node.tag = f"{space}r"
+        ElementTree.SubElement(node, f"{space}t").text = text
+
+
+def _put_properties(node: Any, space: str) -> None:
+    """Raised, lowered and struck text as Word's own words for them."""
+    for one in node:
+        kind, value = _kind(one), one.get(f"{space}val", "0")
+        if kind == "dstrike":
+            one.tag = f"{space}strike"
+        elif kind == "position" and value.lstrip("-").isdecimal() and abs(int(value)) > _MOVED:
+            one.tag = f"{space}vertAlign"
+            one.set(f"{space}val", "subscript" if value.startswith("-") else "superscript")
+
+
+_MOVED: Final = 3  # half points up or down that are no matter of looks
+
+
+def _check_fields(root: Any, space: str) -> None:
+    """Fields within fields, of which mammoth takes the square."""
+    depth = 0
+    for mark in root.iter(f"{space}fldChar"):
+        kind = mark.get(f"{space}fldCharType")
+        depth += (kind == "begin") - (kind == "end")
+        if depth > _FIELDS_WITHIN:
+            raise InvalidInputError("its fields are nested too deep; save it as text")
+
+
+def _dropped(paragraph: Any, space: str) -> bool:
+    """Whether it is the first letter of the next one."""
+    frame = paragraph.find(f"{space}pPr/{space}framePr")
+    return frame is not None and frame.get(f"{space}dropCap", "none") != "none"
+
+
+def _put_before(paragraph: Any, letter: Any, space: str) -> None:
+    if _kind(paragraph) == "p":
+        runs = [one for one in letter if one.tag != f"{space}pPr"]
+        first = int(bool(len(paragraph)) and paragraph[0].tag == f"{space}pPr")
+        paragraph[first:first] = runs
 
 
 # What mammoth passes over with all that is in it, as what it reads.
@@ -107,8 +173,8 @@ def _is_hidden(run: Any, space: str) -> bool:
     return mark is not None and mark.get(f"{space}val", "1") not in ("0", "false", "off")
 
 
-def _formula(node: Any) -> str:
-    """A formula in one line: `a/b`, `(a+b)/2`, `x^2`, `x_1`, `√(x)`."""
+def _formula(node: Any) -> str:  # noqa: C901  # a line for each kind of part
+    """A formula in one line: `a/b`, `(a+b)/2`, `x^2`, `x_1`, `√(x)`; words in it have a gap."""
 
     def part(name: str) -> str:
         return "".join(_formula(child) for child in node if _kind(child) == name)
@@ -116,26 +182,34 @@ def _formula(node: Any) -> str:
     kind = _kind(node)
     if kind == "t":
         return node.text or ""
+    if kind == "oMath":
+        return f"{GAP}{''.join(map(_formula, node))}{GAP}"
     if kind == "f":
-        return f"{grouped(part('num'))}/{grouped(part('den'))}"
-    if kind in ("nary", "sSup", "sSub", "sSubSup"):
+        return f"{GAP}{grouped(part('num'))}/{grouped(part('den'))}{GAP}"
+    if kind in ("limLow", "limUpp"):
+        return f"{part('e')}{'_' if kind == 'limLow' else '^'}{grouped(part('lim'))}{GAP}"
+    if kind == "func":
+        return f"{part('fName')}{GAP}{part('e')}"
+    if kind in ("nary", "sPre", "sSup", "sSub", "sSubSup"):
         low, high = part("sub"), part("sup")
-        raised = (f"_{grouped(low)}" if low else "") + (f"^{grouped(high)}" if high else "")
+        scripts = (f"_{grouped(low)}" if low else "") + (f"^{grouped(high)}" if high else "")
         if kind == "nary":
-            return f"{_sign(node)}{raised} {part('e')}"
-        return f"{grouped(part('e'))}{raised}"
+            return f"{_said(node, 'chr', '∫')}{scripts} {part('e')}"
+        if kind == "sPre":
+            return f"{GAP}{scripts}{part('e')}{GAP}"
+        return f"{grouped(part('e'))}{scripts}{GAP}"
     if kind == "rad":
         return f"{part('deg')}√({part('e')})"
     if kind == "d":
-        return f"({', '.join(_formula(child) for child in node if _kind(child) == 'e')})"
+        inside = ", ".join(_formula(child) for child in node if _kind(child) == "e")
+        return f"{_said(node, 'begChr', '(')}{inside}{_said(node, 'endChr', ')')}"
     if kind == "mr":
         return "; " + ", ".join(map(_formula, node))
     return "".join(map(_formula, node))
 
 
-def _sign(node: Any) -> str:
-    """Of a sum or its like, where the file says it; an integral otherwise."""
-    for one in node.iter():
-        if _kind(one) == "chr":
-            return next(iter(one.attrib.values()), "∫")
-    return "∫"
+def _said(node: Any, name: str, default: str) -> str:
+    """A sign that the properties of a part of a formula say."""
+    properties = next((one for one in node if _kind(one).endswith("Pr")), ())
+    signs = (value for one in properties if _kind(one) == name for value in one.attrib.values())
+    return next(signs, default)
