@@ -47,6 +47,8 @@ WRONG = (
     ("finetune tiny --out o --data none", "--data must be a file"),
     ("finetune tinny --out o --task reader", "did you mean 'tiny'?"),
     ("ingest kv --collection o2", "--collection 'o2' is no name that Chroma takes; say 3 to 512"),
+    ("ingest kv --collection a..b", "--collection 'a..b' is no name that Chroma takes; say 3 to"),
+    ("ingest kv --collection 1.2.3.4", "'1.2.3.4' is no name that Chroma takes; say 3 to 512"),
     ("ingest kv --collection docs.", "--collection 'docs.' is no name that Chroma takes"),
     ("models check gpt2", "of the Hugging Face hub is said with its owner, as OWNER/NAME"),
     ("models check ./none", "there is no model folder ./none"),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from small import make_model, make_tokenizer
+from test_prompt_tokens import NAMES, control, tokenizer_of
+from tokenizers import Tokenizer, normalizers
+from tokenizers_zoo import byte_level
+from transformers import PreTrainedTokenizerFast
 
-from kvcache_rag import InvalidInputError
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.generation import grammar
 from kvcache_rag.integration import JsonGrammars, json_grammar, json_instruction
@@ -146,3 +153,136 @@ def test_only_objects_that_say_nothing_are_closed() -> None:
         "$defs": {"d": {"type": "object"}},
         "additionalProperties": False,
     }
+
+
+# ---------------------------------------------------------------------- what a schema forces
+FORCED: dict[str, Callable[[str], tuple[Any, Any]]] = {
+    "enum": lambda text: ({"enum": [text]}, text),
+    "const": lambda text: ({"const": {"a": [text, 1]}}, {"a": [text, 1]}),
+    "a name": lambda text: (
+        {"type": "object", "properties": {text: {"const": 1}}, "required": [text]},
+        {text: 1},
+    ),
+    "a name that is required only": lambda text: (
+        {
+            "type": "object",
+            "required": [text],
+            "additionalProperties": {"const": 1},
+            "maxProperties": 1,
+        },
+        {text: 1},
+    ),
+    "pattern": lambda text: ({"type": "string", "pattern": f"^{re.escape(text)}$"}, text),
+    "anyOf": lambda text: ({"anyOf": [{"const": text}]}, text),
+    "allOf": lambda text: ({"allOf": [{"type": "string"}, {"const": text}]}, text),
+    "items": lambda text: (
+        {"type": "array", "items": {"const": text}, "minItems": 2, "maxItems": 2},
+        [text] * 2,
+    ),
+    "$ref": lambda text: ({"$ref": "#/$defs/enum", "$defs": {"enum": {"const": text}}}, text),
+    "nested": lambda text: (
+        {
+            "type": "array",
+            "prefixItems": [
+                {"type": "object", "properties": {"enum": {"const": text}}, "required": ["enum"]}
+            ],
+            "minItems": 1,
+            "maxItems": 1,
+        },
+        [{"enum": text}],
+    ),
+}
+
+
+@lru_cache
+def grammars_of(tokenizer: Any) -> JsonGrammars:
+    end = tokenizer.all_special_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=end))
+    return JsonGrammars(model, tokenizer)
+
+
+def answered(tokenizer: Any, schema: Any) -> Any:
+    """What a model says that takes any token that it may take."""
+    grammars, chance = grammars_of(tokenizer), random.Random(7)
+    processor = grammars.processor(schema)
+    ids: list[int] = []
+    while len(ids) < 500:
+        row = processor(torch.tensor([[1, *ids]]), torch.zeros(1, len(tokenizer)))[0]
+        allowed = row.isfinite().nonzero().flatten().tolist()
+        token = chance.choice(allowed)
+        if token == grammars._model.generation_config.eos_token_id:
+            break
+        ids.append(token)
+    assert not {*ids} & {*tokenizer.all_special_ids}
+    return json.loads(
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_forced_is_written_as_text_or_refused(name: str) -> None:
+    """It ended as `{"k": "` with "stop": the tokenizer read the literal of an end as the end."""
+    tokenizer, written = tokenizer_of(name), 0
+    literals = ["<s>", "<|im_end|>", "é", "e\u0301", "two  words ", "東", "\ufffd", 'a"\\<']
+    for text in [*literals, *list(control(tokenizer).values())[:6]]:
+        try:
+            said = answered(tokenizer, {"const": text})
+            written += 1
+        except InvalidInputError as error:
+            said = str(error).partition("no tokens to write ")[2].removesuffix(" with")
+            said = json.loads(said)
+        assert said == text
+    # The others have no token for quotation marks, or these for control tokens alone.
+    has_all = name not in ("metaspace", "word pieces", "unigram", "spaced pieces")
+    assert (written > 5) is has_all
+
+
+@pytest.mark.parametrize("kind", FORCED)
+@pytest.mark.parametrize("text", ["<|im_end|>", "<file_sep>", "né"])
+def test_whatever_forces_it(kind: str, text: str) -> None:
+    schema, expected = FORCED[kind](text)
+    found = answered(tokenizer_of("smollm2"), schema)
+    assert found == expected
+    if text.isascii():
+        assert answered(tokenizer_of("tiny"), schema) == found
+        return
+    with pytest.raises(InvalidInputError, match=r"no tokens to write .*é"):
+        grammars_of(tokenizer_of("tiny")).processor(schema)
+
+
+def test_a_normaliser_makes_nothing_else_of_it() -> None:
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert answered(tokenizer, {"const": "Cafe\u0301"}) == "Cafe\u0301"
+
+
+def test_what_no_token_can_go_on_with_is_said() -> None:
+    """A mask is an end then, and the answer was taken for a whole one."""
+    with pytest.raises(InvalidInputError, match="no tokens for what has to follow"):
+        answered(tokenizer_of("tiny"), {"type": "string", "pattern": "^a\\u00e9$"})
+
+
+def test_a_marker_of_documents_may_be_asked_for() -> None:
+    engine = Engine(
+        make_model(),
+        make_tokenizer(),
+        store=MemoryStore(),
+        template=PromptTemplate(chunk_start="<doc>", chunk_end="</doc>"),
+    )
+    held = JsonGrammars(engine.model, engine.tokenizer).held({"const": "<doc>"}, {})
+    assert engine.generate("what?", ["one"], max_new_tokens=20, **held).text == '"<doc>"'
+
+
+@pytest.mark.parametrize(
+    "format_", ["path", "password", "binary", "uuid4", "json-string", "base64url", "idn-email"]
+)
+def test_a_format_that_is_not_known_is_a_hint(format_: str) -> None:
+    known = {"type": "string", "format": format_, "enum": ["a"]}
+    alike = {"anyOf": [known, {"allOf": [known]}]}
+    schema = {"type": "object", "properties": {"a": alike}, "required": ["a"]}
+    assert answered(make_tokenizer(), schema) == {"a": "a"}
+    json_grammar({"x-guidance": {"coerce_one_of": True}, "oneOf": [{"minLength": 1}, {}]})
+    for beside in ({"not": {}}, {"format": 5}, {"oneOf": [{"minLength": 1}, {"minLength": 2}]}):
+        with pytest.raises(InvalidInputError, match="cannot be held to this schema"):
+            json_grammar({"items": {**known, **beside}})

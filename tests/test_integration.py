@@ -105,6 +105,41 @@ def test_half_a_reference_is_none(engine: Engine, missing: str) -> None:
     assert Reference.from_metadata(metadata) is None
 
 
+TEXTS_OF_NO_REFERENCE = [
+    "",
+    "../x",
+    "a/b",
+    "\0",
+    "-1",
+    "1e300",
+    "f" * 63 + "g",
+    "é" * 64,
+    "a" * 100_000,
+]
+NUMBERS_OF_NO_REFERENCE = [
+    *(-1, -(2**63), 2**63, 1e19, 1e300, -1e300, float("inf"), float("-inf"), float("nan")),
+    *([], [1], ["a"], [1.5], [True], None),
+]
+
+
+@pytest.mark.parametrize("name", REFERENCE_KEYS)
+def test_what_no_reference_can_say_is_none(engine: Engine, name: str) -> None:
+    """A length beyond any failed each question that found the row, and kept it from being read."""
+    metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
+    for value in (*TEXTS_OF_NO_REFERENCE, *NUMBERS_OF_NO_REFERENCE):
+        assert Reference.from_metadata({**metadata, name: value}) is None, value
+
+
+@pytest.mark.parametrize("tokens", [1, True, 12.5, "7", 10**9, 2**31 - 1])
+def test_a_wrong_length_is_a_hint(engine: Engine, tokens: Any) -> None:
+    right = engine.generate("what?", TEXTS[:1], max_new_tokens=4).text
+    metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
+    reference = Reference.from_metadata({**metadata, "kv_tokens": tokens})
+    assert reference is not None
+    chunk = reference.chunk(TEXTS[0], engine)
+    assert engine.generate("what?", [chunk], max_new_tokens=4).text == right
+
+
 def test_a_changed_text_or_another_engine_gets_the_text(engine: Engine) -> None:
     (key,) = engine.add(TEXTS[:1])
     reference = Reference.of(key, TEXTS[0], engine)

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from kvcache_rag.generation.explain import TokenState
@@ -25,7 +25,7 @@ from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
-from kvcache_rag_server.requests import ChatRequest, Text, numbers
+from kvcache_rag_server.requests import ChatRequest, Sent, Text, numbers
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
 PAGE: Final = "index.html"
@@ -124,15 +124,13 @@ class PageConfig(BaseModel):
 Said = Annotated[Text, Field(max_length=MOST_SAID)]
 
 
-class Answers(BaseModel):
+class Answers(Sent):
     """Two answers of which the page shows where they differ.
 
     Attributes:
         full: By full prefill.
         stitched: From cached chunks.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     full: Said
     stitched: Said

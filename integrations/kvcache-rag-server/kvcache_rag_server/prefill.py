@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from kvcache_rag.generation.telemetry import carried
@@ -13,16 +13,14 @@ from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
-from kvcache_rag_server.requests import Document, Text, check_model, new_id, texts
+from kvcache_rag_server.requests import Document, Sent, Text, check_model, new_id, texts
 from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses, plain
 
 
-class PrefillRequest(BaseModel):
+class PrefillRequest(Sent):
     """Body of `POST /v1/prefill`."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={"examples": [{"documents": ["The red lamp stands in the hall."]}]},
     )
 

@@ -9,7 +9,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvcache_rag.errors import InvalidInputError
@@ -51,7 +60,20 @@ SomeText = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 """A text that is not empty."""
 
 
-class TextDocument(BaseModel):
+class Sent(BaseModel):
+    """What a client sends: no other fields, and one whose value is null is not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class TextDocument(Sent):
     """A text with a name.
 
     Attributes:
@@ -63,8 +85,6 @@ class TextDocument(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={"examples": [{"id": "b", "title": "Harbours", "text": "Rotterdam …"}]},
     )
 
@@ -74,7 +94,7 @@ class TextDocument(BaseModel):
     score: Score = None
 
 
-class DataDocument(BaseModel):
+class DataDocument(Sent):
     """A document as Cohere's API writes it.
 
     Attributes:
@@ -84,8 +104,6 @@ class DataDocument(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={
             "examples": [{"id": "c", "data": {"title": "Harbours", "snippet": "Rotterdam …"}}]
         },
@@ -105,8 +123,8 @@ class DataDocument(BaseModel):
 def _form(given: Any) -> str:
     if isinstance(given, str):
         return "(string)"
-    has_data = "data" in given if isinstance(given, Mapping) else hasattr(given, "data")
-    return "(data)" if has_data else "(text)"
+    data = given.get("data") if isinstance(given, Mapping) else getattr(given, "data", None)
+    return "(text)" if data is None else "(data)"
 
 
 Document = Annotated[
@@ -178,8 +196,6 @@ def text_of(document: str | TextDocument | DataDocument) -> str:
     return document_text(data) if isinstance(data, str) else fields_text(data)
 
 
-_STRICT: Final = ConfigDict(extra="forbid", strict=True)
-
 # Policies whose dial is a ratio.
 _WITH_RATIO: Final = names_with_ratio()
 
@@ -195,10 +211,8 @@ def _text_or_list(given: Any) -> str:
     return "(string)" if isinstance(given, str) else "(list)"
 
 
-class TextPart(BaseModel):
+class TextPart(Sent):
     """A part of a message."""
-
-    model_config = _STRICT
 
     type: Literal["text"]
     text: Text
@@ -210,10 +224,8 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Sent):
     """One message of a conversation, as OpenAI's clients write it (and give it back)."""
-
-    model_config = _STRICT
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | None = None
@@ -232,29 +244,23 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Sent):
     """What a stream says beside the answer."""
-
-    model_config = _STRICT
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Sent):
     """Plain text."""
-
-    model_config = _STRICT
 
     type: Literal["text"]
 
 
-class KVCacheOptions(BaseModel):
+class KVCacheOptions(Sent):
     """What to reuse for this request."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={"examples": [{"policy": "cacheblend", "ratio": 0.2}]},
     )
 
@@ -301,10 +307,8 @@ class KVCacheOptions(BaseModel):
         return f"{named}:{self.ratio!r}{rest}"
 
 
-class Asking(BaseModel):
+class Asking(Sent):
     """What chat and completions have in common."""
-
-    model_config = _STRICT
 
     kvcache: KVCacheOptions | None = None
     stream: bool | None = None
@@ -351,8 +355,6 @@ class ChatRequest(Asking):
     """Body of `POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={
             "examples": [
                 {
@@ -395,8 +397,6 @@ class CompletionRequest(Asking):
     """Body of `POST /v1/completions`."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={
             "examples": [{"model": "tiny", "prompt": "The red lamp", "max_tokens": 8}]
         },

@@ -60,7 +60,7 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "streams only"),
         ({"polciy": 1}, "polciy", "there is no field polciy"),
-        ({"model": None}, "model", "string"),
+        ({"model": None}, "model", "missing"),
         ({"kvcache": {"policy": "cacheblnd"}}, "kvcache.policy", "did you mean cacheblend"),
         ({"kvcache": {"policy": "nonsense"}}, "kvcache.policy", "legolink"),
         ({"kvcache": {"policy": "reuse" + " " * 200}}, "kvcache.policy", "at most 200"),

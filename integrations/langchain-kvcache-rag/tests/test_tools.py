@@ -17,8 +17,10 @@ from langchain_core.messages import (
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool, tool
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
+from langgraph.types import Command
 from scripted import NATIVE, THINKING, json_call, native_call, said, scripted_engine
 
 from kvcache_rag import InvalidInputError
@@ -330,3 +332,42 @@ def test_a_system_message_of_an_agent_stands_behind_the_documents() -> None:
         messages = create_agent(llm, [search()]).invoke({"messages": agent_messages})["messages"]
     assert messages[-1].response_metadata["kv_cache"]["prefix_mismatch"]
     assert "<user>Be kind.\n\nLook." in seen[1]
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
+@pytest.mark.parametrize(
+    ("decision", "done", "heard"),
+    [
+        ({"type": "approve"}, ["Bob"], "sent to Bob"),
+        (
+            {"type": "edit", "edited_action": {"name": "send", "args": {"to": "Ann"}}},
+            ["Ann"],
+            "sent to Ann",
+        ),
+        ({"type": "reject", "message": "not today"}, [], "not today"),
+    ],
+)
+def test_a_human_decides_about_a_call(
+    call: Callable[..., str], decision: dict[str, Any], done: list[str], heard: str
+) -> None:
+    """LangChain's middleware interrupts before the tool; the conversation goes on from there."""
+    middleware = pytest.importorskip("langchain.agents.middleware")
+    sent: list[str] = []
+
+    @tool
+    def send(to: str) -> str:
+        """Sends a mail."""
+        sent.append(to)
+        return f"sent to {to}"
+
+    answers = [call(("send", {"to": "Bob"})), said("Done.", call)]
+    llm, seen = make(*answers, native=call is native_call)
+    asking = middleware.HumanInTheLoopMiddleware(interrupt_on={"send": True})
+    agent = create_agent(llm, [send], middleware=[asking], checkpointer=InMemorySaver())
+    thread: Any = {"configurable": {"thread_id": "1"}}
+    waiting = agent.invoke({"messages": [HumanMessage("Mail Bob.")]}, thread)
+    (asked,) = waiting["__interrupt__"][0].value["action_requests"]
+    assert (asked["name"], asked["args"], sent) == ("send", {"to": "Bob"}, [])
+    ended = agent.invoke(Command(resume={"decisions": [decision]}), thread)
+    assert (sent, ended["messages"][-1].content) == (done, "Done.")
+    assert heard in seen[-1]

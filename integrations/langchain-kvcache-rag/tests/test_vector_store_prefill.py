@@ -444,3 +444,31 @@ def test_folder_of_kv_outlives_the_process(
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("name", REFERENCE_KEYS)
+def test_whatever_wrote_into_a_row_it_is_answered_from_its_text(
+    make_engine: Callable[..., Engine], tmp_path: Path, name: str
+) -> None:
+    """A number of tokens of 1e300 failed every question that found the row."""
+    engine = make_engine(store=DiskStore(tmp_path / "kv", durable=False))
+    llm = ChatKVCache(engine=engine, max_tokens=4)
+    store = memory_store(llm=llm)
+    store.add_texts(["red fox", "blue fox"], ids=["a", "b"])
+    raw: Any = access.collection(store)
+
+    def answer() -> str:
+        found = store.similarity_search("what?", k=2)
+        return KVCacheRAG(llm=llm).invoke({"question": "what?", "context": found}).text
+
+    right, noted = answer(), metadata_of(store, "a")[name]
+    for value in (1e300, 1e19, 2**63 - 1, -1, float("inf"), "../x", "a" * 100_000, [1.5], True):
+        raw.collection.update(ids=["a"], metadatas=[{name: value}])
+        assert answer() == right, value
+        raw.collection.update(ids=["a"], metadatas=[{name: noted}])
+    raw.collection.update(ids=["a"], metadatas=[{name: 1e300}])
+    assert store.prefill_missing() == 1
+    assert metadata_of(store, "a")[name] == noted
+    raw.collection.update(ids=["b"], metadatas=[{name: 1e300}])
+    store.delete(["a", "b"])
+    assert raw.collection.count() == 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
+from chromadb.errors import ChromaError
 from documents import docx, pdf
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from small import make_model, make_tokenizer
@@ -1124,3 +1125,31 @@ def test_sizes(count: int, text: str) -> None:
     assert report.size(count) == text
     assert report.milliseconds(0.0123) == "12.3 ms"
     assert report.milliseconds(2) == "2.00 s"
+
+
+def test_a_collections_name_is_taken_as_chroma_takes_it() -> None:
+    client = chromadb.EphemeralClient()
+    names = ["ab", "a..b", "1.2.3.4", "255.0.0.19", "-ab", "ab.", "ab\u00e9", "a b", "a" * 513]
+    names += [
+        "abc",
+        "a" * 512,
+        "a.b",
+        "1.2.3",
+        "1.2.3.4.5",
+        "256.1.1.1",
+        "01.2.3.4",
+        "a_-.b",
+        "A1b",
+    ]
+    for name in names:
+        refused = False
+        try:
+            client.get_or_create_collection(name)
+        except ChromaError:
+            refused = True
+        assert refused == (ingest._NAME.fullmatch(name) is None), name
+        if refused:
+            with pytest.raises(InvalidInputError, match="cannot open the collection"):
+                KVCacheVectorStore.from_params(name, client=client)
+        else:
+            client.delete_collection(name)

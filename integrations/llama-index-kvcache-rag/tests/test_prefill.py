@@ -416,3 +416,33 @@ def test_a_pipelines_cache_follows_weights_and_the_llm_of_the_settings(
     finally:
         with torch.no_grad():
             weight.div_(2)
+
+
+@pytest.mark.parametrize("name", REFERENCE_KEYS)
+def test_whatever_wrote_into_a_row_it_is_answered_from_its_text(
+    make_engine: Callable[..., Engine], tmp_path: Path, name: str
+) -> None:
+    """A number of tokens of 1e300 failed every question that found the row."""
+    engine = make_engine(store=DiskStore(tmp_path / "kv", durable=False))
+    llm = KVCacheLLM(engine=engine, max_new_tokens=4)
+    store = KVCacheVectorStore.from_params(
+        f"c-{uuid.uuid4().hex}", client=chromadb.EphemeralClient(), llm=llm
+    )
+    embedding = HashEmbedding()
+    index = VectorStoreIndex(
+        nodes=[TextNode(id_="a", text="red fox"), TextNode(id_="b", text="blue fox")],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=embedding,
+    )
+    asking = KVCacheQueryEngine.from_index(index, llm=llm)
+    right, noted = str(asking.query("what?")), row(store, "a")[name]
+    for value in (1e300, 1e19, 2**63 - 1, -1, float("inf"), "../x", "a" * 100_000, [1.5], True):
+        store.client.update(ids=["a"], metadatas=[{name: value}])
+        assert str(asking.query("what?")) == right, value
+        store.client.update(ids=["a"], metadatas=[{name: noted}])
+    store.client.update(ids=["a"], metadatas=[{name: 1e300}])
+    assert store.prefill_missing() == 1
+    assert row(store, "a")[name] == noted
+    store.client.update(ids=["b"], metadatas=[{name: 1e300}])
+    store.delete_nodes(["a", "b"])
+    assert store.client.count() == 0

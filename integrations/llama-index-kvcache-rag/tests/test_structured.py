@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import chromadb
 import pytest
-from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
+from llama_index.core import (
+    Document,
+    PromptTemplate,
+    PropertyGraphIndex,
+    StorageContext,
+    VectorStoreIndex,
+)
 from llama_index.core.base.response.schema import PydanticResponse
+from llama_index.core.indices.property_graph import SchemaLLMPathExtractor
 from llama_index.core.indices.vector_store.retrievers import VectorIndexAutoRetriever
 from llama_index.core.llms import ChatMessage
 from llama_index.core.output_parsers import PydanticOutputParser
@@ -25,6 +32,7 @@ from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.core.vector_stores import MetadataInfo, VectorStoreInfo
 from llama_index.core.vector_stores.types import VectorStoreQuerySpec
 from pydantic import BaseModel, Field
+from scripted import scripted_engine
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
@@ -371,3 +379,34 @@ def test_the_extra_is_named(patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch
     template = PromptTemplate("x", output_parser=PydanticOutputParser(output_cls=Finding))
     with pytest.warns(UserWarning, match=f"decoding is not held to the JSON asked for: {sentence}"):
         assert patient.predict(template)
+
+
+def test_a_graph_of_what_texts_say_is_held_to_its_schema() -> None:
+    """LlamaIndex's PropertyGraphIndex: triplets of allowed kinds, out of one text each."""
+    kinds = {"subject": ("PERSON", "Marlow"), "object": ("LOCATION", "the lighthouse")}
+    ends = {end: {"type": kind, "name": name} for end, (kind, name) in kinds.items()}
+    triplet = {"subject": ends["subject"], "relation": {"type": "KEEPS"}, "object": ends["object"]}
+    wrong = {**triplet, "relation": {"type": "KEENS"}}  # of which "KEE" may stand
+    for said in (triplet, wrong):
+        answers = (json.dumps({"triplets": [said]}), "Marlow", "Marlow.")
+        engine, seen = scripted_engine(*answers)
+        llm = KVCacheLLM(engine=engine, max_new_tokens=400)
+        extractor = SchemaLLMPathExtractor(
+            llm,
+            possible_entities=Literal["PERSON", "LOCATION"],
+            possible_relations=Literal["KEEPS"],
+            kg_validation_schema=[("PERSON", "KEEPS", "LOCATION")],
+            num_workers=1,
+        )
+        index = PropertyGraphIndex.from_documents(
+            [Document(text=FACTS[0])],
+            llm=llm,
+            kg_extractors=[extractor],
+            embed_model=HashEmbedding(),
+        )
+        assert FACTS[0] in seen[0]
+        found = index.property_graph_store.get_triplets(ids=["Marlow"])
+        relations = [(one.id, two.label, three.id) for one, two, three in found]
+        assert ("Marlow", "KEEPS", "the lighthouse") in relations
+        answer = index.as_query_engine(llm=llm, include_text=True).query("Who is Marlow?")
+        assert str(answer) == "Marlow."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
@@ -10,7 +11,7 @@ from kvcache_rag.forks import new_lock
 from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -25,6 +26,10 @@ _WRITING: Final[dict[str, Any]] = {
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
+_NAMED: Final = ("$defs", "definitions", "properties", "patternProperties")  # schemas by name
+_UNKNOWN_FORMAT: Final = "Unknown format: "
+_NO_TEXT: Final = b"\xff"  # begins the name of a token that is no text
+_PIECE: Final = 64  # bytes of a token that a text without a reading of its own is written with
 
 
 class JsonProcessor:
@@ -45,6 +50,9 @@ class JsonProcessor:
         Args:
             input_ids: `(rows, n)`, prompt and what has been generated.
             scores: `(rows, vocabulary)`.
+
+        Raises:
+            InvalidInputError: If no token can go on, or the last one was ruled out.
         """
         import torch
 
@@ -59,6 +67,9 @@ class JsonProcessor:
             torch.frombuffer(bytearray(row.compute_logit_bias()), dtype=torch.uint8)
             for row in self._rows
         ]
+        for row in self._rows:
+            if row.is_error():  # what it allows then is an end
+                raise _dead_end(row.get_error())
         width = scores.shape[1]
         allowed = torch.zeros(scores.shape, dtype=torch.bool)
         for row, mask in enumerate(masks):
@@ -76,6 +87,11 @@ class JsonProcessor:
         )
 
 
+def is_held(options: Mapping[str, Any]) -> bool:
+    """Whether options of `generate()` hold an answer to a schema."""
+    return any(isinstance(one, JsonProcessor) for one in options.get("logits_processor") or ())
+
+
 class JsonGrammars:
     """JSON schemas as grammars over the tokens of one model; threads may share one.
 
@@ -90,7 +106,7 @@ class JsonGrammars:
             tokenizer: Of the model.
         """
         self._model, self._tokenizer = model, tokenizer
-        self._tokens: Any = None
+        self._tokens: tuple[_Pieces, Any] | None = None
         self._matchers: dict[str, Any] = {}
         self._guard = new_lock()
 
@@ -119,7 +135,9 @@ class JsonGrammars:
                 text = json_grammar(schema)
                 if self._tokens is None:
                     self._tokens = _tokens(self._model, self._tokenizer)
-                matcher = _llguidance().LLMatcher(self._tokens, text, log_level=0)
+                pieces, tokens = self._tokens
+                pieces.check(schema)
+                matcher = _llguidance().LLMatcher(tokens, text, log_level=0)
                 if matcher.is_error():
                     raise _unusable(matcher.get_error())
                 if len(self._matchers) >= _KEPT:
@@ -135,16 +153,28 @@ def json_grammar(schema: dict[str, Any]) -> str:
         MissingExtraError: If llguidance is not installed.
         InvalidInputError: If the schema cannot be used.
     """
-    matcher = _llguidance().LLMatcher
     _checked(schema)
+    text, errors, _ = _grammar(schema, _WRITING)
+    if errors and errors[0].startswith(_UNKNOWN_FORMAT):
+        # A format is a hint.  So is much else for whoever is lenient, but not here.
+        text, errors, warnings = _grammar(schema, {**_WRITING, "lenient": True})
+        errors += [one for one in warnings if not one.startswith(_UNKNOWN_FORMAT)]
+    if errors:
+        raise _unusable("; ".join(errors))
+    return text
+
+
+def _grammar(
+    schema: dict[str, Any], options: Mapping[str, Any]
+) -> tuple[str, list[str], list[str]]:
+    """A grammar, what is wrong with it, and what is doubtful."""
+    matcher = _llguidance().LLMatcher
     try:
-        text: str = matcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=_WRITING)
+        text = matcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=options)
     except (TypeError, ValueError) as error:
         raise _unusable(str(error)) from error
     failed, messages = matcher.validate_grammar_with_warnings(text)
-    if failed:
-        raise _unusable("; ".join(messages))
-    return text
+    return (text, messages, []) if failed else (text, [], messages)
 
 
 def json_instruction(schema: Any) -> str:
@@ -194,7 +224,7 @@ def closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     inner = dict(schema)
-    for key in ("$defs", "definitions", "properties", "patternProperties"):
+    for key in _NAMED:
         if isinstance(inner.get(key), dict):
             inner[key] = {name: closed(one) for name, one in inner[key].items()}
     for key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
@@ -205,7 +235,31 @@ def closed(schema: Any) -> Any:
     return inner
 
 
-def _tokens(model: Any, tokenizer: Any) -> Any:
+def _forced(schema: Any) -> Iterator[str]:
+    """Texts that an answer may have to hold, as they stand in it: values, names, letters."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _forced(one)
+    if not isinstance(schema, dict):
+        return
+    for value in (*_items(schema, "enum"), *([schema["const"]] if "const" in schema else ())):
+        yield json.dumps(value, ensure_ascii=False)
+    for name in (*_items(schema, "properties"), *_items(schema, "required")):
+        yield f"{json.dumps(name, ensure_ascii=False)}: "
+    for pattern in (schema.get("pattern"), *_items(schema, "patternProperties")):
+        yield from (letter for letter in str(pattern) if not letter.isascii())
+    for key, part in schema.items():
+        if key in _NAMED:
+            yield from _forced([part[name] for name in _items(schema, key)])
+        elif key not in ("enum", "const", "default", "examples"):
+            yield from _forced(part)
+
+
+def _items(schema: dict[str, Any], key: str) -> list[Any] | dict[str, Any]:
+    return part if isinstance(part := schema.get(key), (list, dict)) else []
+
+
+def _tokens(model: Any, tokenizer: Any) -> tuple[_Pieces, Any]:
     stops = model.generation_config.eos_token_id
     if stops is None:
         stops = tokenizer.eos_token_id
@@ -215,48 +269,86 @@ def _tokens(model: Any, tokenizer: Any) -> Any:
             "model.generation_config.eos_token_id"
         )
     ends = stops if isinstance(stops, list) else [stops]
-    tokenizer = TextEncoder.of(tokenizer).tokenizer  # which the app does not switch meanwhile
     library = _llguidance()
-    from llguidance.hf import from_tokenizer
-
-    try:
-        return from_tokenizer(tokenizer, eos_token=ends)
-    except ValueError:  # a decoder that it does not know, or no fast tokenizer
-        wrapped = library.TokenizerWrapper(_Pieces(tokenizer, ends))
-        return library.LLTokenizer(wrapped, eos_token=ends)
+    # Its encoder's copy, which the app does not switch meanwhile.
+    pieces = _Pieces(TextEncoder.of(tokenizer), ends)
+    return pieces, library.LLTokenizer(library.TokenizerWrapper(pieces), eos_token=ends)
 
 
 class _Pieces:
-    """What llguidance asks of a tokenizer, by what each token adds to a text."""
+    """What llguidance asks of a tokenizer: the bytes of each token, and how a text is written.
 
-    def __init__(self, tokenizer: Any, ends: list[int]) -> None:
-        self._tokenizer = tokenizer
+    It would read by the tokenizer alone, which makes a control token of a literal and other
+    characters of some (composed ones), so that what has to be written could not go on.
+    """
+
+    def __init__(self, encoder: TextEncoder, ends: list[int]) -> None:
+        from llguidance.hf import from_tokenizer
+
+        self._tokenizer = tokenizer = encoder.tokenizer
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
-        self.special_token_ids = sorted({*tokenizer.all_special_ids, *ends})
-        anchor = self._ids("a")  # so that no space is lost at the beginning of a text
-        before = self._text(anchor)
-        self.tokens = [
-            self._bytes(token, self._text([*anchor, token])[len(before) :])
-            for token in range(len(tokenizer))
-        ]
-        self._named = {piece: token for token, piece in enumerate(self.tokens)}
-        self._longest = max(map(len, self._named))
+        self._special = {*tokenizer.all_special_ids, *ends}
+        read: Callable[[str], list[int]]
+        try:
+            own = from_tokenizer(tokenizer, eos_token=ends)
+        except ValueError:  # a decoder that it does not know, or no fast tokenizer
+            read = self._ids
+            anchor = self._ids("a")  # so that no space is lost at the beginning of a text
+            before = self._text(anchor)
+            self.tokens = [
+                self._bytes(token, self._text([*anchor, token])[len(before) :])
+                for token in range(len(tokenizer))
+            ]
+        else:
+            read = own.tokenize_str
+            self._special.update(filter(own.is_special_token, range(own.vocab_size)))
+            self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
+        self.special_token_ids = sorted(self._special)
+        self._readers = (read, encoder.encode_brought)
+        self._named = {
+            piece: token
+            for token, piece in enumerate(self.tokens)
+            if piece and token not in self._special and not piece.startswith(_NO_TEXT)
+        }
+        self._bytes_alone = {piece[0] for piece in self._named if len(piece) == 1}
+
+    def check(self, schema: dict[str, Any]) -> None:
+        """Refuse a schema with a text that no tokens are."""
+        for text in _forced(schema):
+            plain = text.encode(errors="replace")
+            if not self._bytes_alone.issuperset(plain) and self._written(self(text)) != plain:
+                named = text.removesuffix(": ")
+                raise _unusable(f"the model has no tokens to write {named:.100} with")
 
     def __call__(self, text: str) -> list[int]:
-        """Ids that are exactly this text; a tokenizer may put a space before it."""
-        left = text.encode()
-        ids = self._ids(text)
-        if b"".join(self.tokens[token] for token in ids) == left:
-            return ids
-        ids = []
-        while left:
-            lengths = range(min(len(left), self._longest), 0, -1)
-            length = next((one for one in lengths if left[:one] in self._named), 0)
-            if not length:
-                break  # what the vocabulary cannot write is not forced
-            ids.append(self._named[left[:length]])
-            left = left[length:]
-        return ids
+        """Ids that are exactly this text, none of a control token; of what can be written of it."""
+        plain = text.encode()
+        for read in self._readers:
+            with suppress(Exception):  # what an encoder refuses
+                ids = read(text)
+                if self._special.isdisjoint(ids) and self._written(ids) == plain:
+                    return ids
+        return self._spelt(plain)
+
+    def _spelt(self, text: bytes) -> list[int]:
+        """The fewest tokens for the longest beginning that there are any for."""
+        best: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # tokens, the last one, its start
+        for at in range(len(text)):
+            if at not in best:
+                continue
+            count = best[at][0] + 1
+            for end in range(at + 1, min(at + _PIECE, len(text)) + 1):
+                token = self._named.get(text[at:end])
+                if token is not None and (end not in best or count < best[end][0]):
+                    best[end] = (count, token, at)
+        ids, at = [], max(best)
+        while at:
+            _, token, at = best[at]
+            ids.append(token)
+        return ids[::-1]
+
+    def _written(self, ids: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in ids)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -267,9 +359,9 @@ class _Pieces:
         return text
 
     def _bytes(self, token: int, text: str) -> bytes:
-        # 0xff begins the name of a token that is no text; half a character is none either.
-        if token in self.special_token_ids or not text or "\ufffd" in text:
-            return b"\xff" + f"[{token}]".encode()
+        # Half a character is no text either.
+        if token in self._special or not text or "\ufffd" in text:
+            return _NO_TEXT + f"[{token}]".encode()
         return text.encode("utf-8", "surrogatepass")
 
 
@@ -284,3 +376,9 @@ def _llguidance() -> Any:
 def _unusable(reason: str) -> InvalidInputError:
     first = reason.strip().splitlines()[0] if reason.strip() else "unknown reason"
     return InvalidInputError(f"decoding cannot be held to this schema: {first}")
+
+
+def _dead_end(reason: str) -> InvalidInputError:
+    if reason.startswith("NoExtension"):  # its name for it
+        reason = "the model has no tokens for what has to follow"
+    return _unusable(reason)

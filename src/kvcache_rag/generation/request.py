@@ -18,6 +18,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     check_list,
 )
+from kvcache_rag.generation.grammar import is_held
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
@@ -77,7 +78,8 @@ class Request:
         dropped_chunks: Chunks left out because they do not fit.
         policy: What to reuse.
         max_new_tokens: Of the answer.
-        stop: Strings before which the answer ends, the markers of documents among them.
+        stop: Strings before which the answer ends; the markers of documents among them, unless
+            it is held to a schema, which may ask for one.
         options: Further arguments of `generate()`.
         started: `time.perf_counter()` at the call.
         prefix_mismatch: Carried into the metrics.
@@ -290,7 +292,10 @@ class Planner:
             dropped_chunks=too_long + len(context) - sum(map(len, rounds)),
             policy=policy,
             max_new_tokens=max_new_tokens,
-            stop=(*checked_stop(stop), *self.renderer.template.markers),
+            stop=(
+                *checked_stop(stop),
+                *(() if is_held(options) else self.renderer.template.markers),
+            ),
             options=options,
             started=started,
             prefix_mismatch=prefix_mismatch,

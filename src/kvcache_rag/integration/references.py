@@ -7,6 +7,7 @@ always be computed again from its text, so a lost or stale reference is only slo
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prompt.template import PromptTemplate
 
+
+# Whatever wrote into a row: what no chunk of ours can be is no reference.
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
+_TOKENS, _BYTES = 2**31, 2**63
 
 REFERENCE_KEYS: Final = ("kv_bytes", "kv_key", "kv_spec", "kv_text", "kv_tokens")
 """The metadata of a row that a reference is written in."""
@@ -56,15 +61,15 @@ class Reference:
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Reference | None:
         """The reference in a row's metadata; None if there is none, or not a whole one."""
         try:
-            return cls(
-                key=str(metadata["kv_key"]),
-                spec=str(metadata["kv_spec"]),
-                tokens=int(metadata["kv_tokens"]),
-                nbytes=int(metadata["kv_bytes"]),
-                text=str(metadata["kv_text"]),
-            )
-        except (KeyError, TypeError, ValueError):
+            texts = [metadata[name] for name in ("kv_key", "kv_spec", "kv_text")]
+            tokens, nbytes = int(metadata["kv_tokens"]), int(metadata["kv_bytes"])
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
+        are_digests = all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in texts)
+        if not are_digests or not 0 < tokens < _TOKENS or not 0 <= nbytes < _BYTES:
+            return None
+        key, spec, text = texts
+        return cls(key=key, spec=spec, tokens=tokens, nbytes=nbytes, text=text)
 
     def to_metadata(self) -> dict[str, str | int]:
         """Flat scalars for a row, each far below the size limits of hosted databases."""

@@ -67,7 +67,10 @@ _EXAMPLE: Final = "ingest notes --model Qwen/Qwen2.5-0.5B-Instruct"
 _TIMES, _SECONDS = 3, 3.0  # that a question without cached chunks is measured at most
 _CHUNKS: Final = 4  # of the question that is measured: as many as `ask` takes unless told
 _SHOWN: Final = 20  # files taken out that are named
-_NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")  # Chroma's rule
+_OF_IP: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_NAME: Final = re.compile(  # Chroma's rule
+    rf"(?!.*[.][.])(?!(?:{_OF_IP}[.]){{3}}{_OF_IP}\Z)[a-zA-Z0-9][a-zA-Z0-9._-]{{1,510}}[a-zA-Z0-9]"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +213,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]
     if collection is None and _NAME.fullmatch(wanted.collection) is None:
         raise InvalidInputError(
             f"--collection {wanted.collection!r} is no name that Chroma takes; say 3 to 512 "
-            "letters of a to z, digits, and in between also . _ -"
+            "letters of a to z, digits, and in between also . _ -, no .. and no IP address"
         )
     before = None if collection is None else Settings.of(collection, wanted.chroma)
     if collection is not None and before is None and not arguments.replace and collection.count():
