@@ -10,7 +10,7 @@ import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
-from documents import nested_pdf, pdf
+from documents import docx, filled_form, nested_pdf, pdf
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration import (
@@ -219,6 +219,9 @@ def test_pages_that_take_far_too_long_are_told(monkeypatch: pytest.MonkeyPatch) 
         # Opened again in each paragraph: 640,000 elements of 15 kB.
         "<p>" + "".join(f"<font size={size}>" for size in range(800)) + "<p>x" * 800,
         "<td>".join(["<table>x"] * 20_000),
+        "<" * 500_000 + " ",
+        f"<pre>{' ' * 500_000}x",
+        "<tr>".join(["<table>", *["<td rowspan=9999 colspan=9999>x"] * 2_000]),
     ],
     ids=lambda page: page[:20],
 )
@@ -226,6 +229,50 @@ def test_what_is_never_closed_is_read_in_a_time_of_its_length(page: str) -> None
     # The square of it takes hours.
     is_seen = not page.startswith(("<!--", "<template>"))
     assert ("end" in extract_text("a.html", f"{page}end".encode())) is is_seen
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\n" + "a: b\n" * 4_000,
+        f"---\na: {'[' * 10_000}\n---\n",
+        "---\n" + "".join(f"{number}: a\n" for number in range(50_000)) + "---\n",
+    ],
+    ids=["no-end", "brackets", "names"],
+)
+def test_what_is_hardly_front_matter_stays_text(text: str) -> None:
+    assert extract_text("a.md", text.encode()) == text
+
+
+def test_a_note_that_is_referred_to_again_and_again_is_read_once() -> None:
+    references = "<w:r><w:footnoteReference w:id='1'/></w:r>" * 2_000
+    note = f"A note.</w:t></w:r>{references}<w:r><w:t>"
+    data = docx(body=f"<w:p>{references}</w:p>", notes=[note])
+    assert extract_text("a.docx", data).count("A note.") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("<w:p/>" * 1_100_000, "it has more than 500,000 pieces; save it in parts, or as text"),
+        (
+            f"<w:p>{'<w:r><w:fldChar w:fldCharType=_begin_/></w:r>' * 100}</w:p>".replace("_", '"'),
+            "its fields are nested too deep; save it as text",
+        ),
+    ],
+    ids=["pieces", "fields"],
+)
+def test_a_word_file_that_takes_minutes_is_told(body: str, says: str) -> None:
+    with pytest.raises(InvalidInputError) as failed:
+        extract_text("a.docx", docx(body=body))
+    assert str(failed.value) == says
+
+
+def test_a_value_that_many_fields_show_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf_format, "_LETTERS", 20_000)
+    field = {"/FT": "/Tx", "/V": "x" * 1_000}
+    with pytest.raises(InvalidInputError, match="it makes more than 20,000 letters"):
+        extract_text("a.pdf", filled_form([field] * 30))
 
 
 def test_a_long_page_is_read() -> None:

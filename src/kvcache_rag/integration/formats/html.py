@@ -281,23 +281,21 @@ def _with_spans(table: Any) -> list[Any]:
 def _cells(row: Any, spans: dict[int, tuple[int, Any]]) -> list[Any]:
     line: list[Any] = []
     for cell in (child for child in row.children if child.name in ("td", "th")):
-        _carried(line, spans)
-        rows, columns = (
-            min(_integer(cell.attrs.get(name), 1), _SPANNED) for name in ("rowspan", "colspan")
-        )
-        text = _short_text(cell)
-        for shown in [cell, *[""] * (columns - 1)]:
-            if rows > 1:
-                again = "" if shown == "" or text is None or len(text) > _SPANNED else text
-                spans[len(line)] = (rows - 1, again)
+        _carry(line, spans)
+        rows, columns = (_integer(cell.attrs.get(name), 1) for name in ("rowspan", "colspan"))
+        text = _short_text(cell) or ""
+        again = text if len(text) <= _SAID_AGAIN else ""
+        for shown in [cell, *[""] * (min(columns, _COLUMNS) - 1)]:
+            if rows > 1 and len(line) < _COLUMNS:
+                spans[len(line)] = (rows - 1, again if shown else "")
             line.append(shown)
-    _carried(line, spans)
+    _carry(line, spans)
     while line and line[-1] == "":
         line.pop()
     return line
 
 
-def _carried(line: list[Any], spans: dict[int, tuple[int, Any]]) -> None:
+def _carry(line: list[Any], spans: dict[int, tuple[int, Any]]) -> None:
     """Add the cells of rows before that reach into this one here."""
     while (place := len(line)) in spans:
         rows, shown = spans.pop(place)
@@ -306,7 +304,8 @@ def _carried(line: list[Any], spans: dict[int, tuple[int, Any]]) -> None:
         line.append(shown)
 
 
-_SPANNED: Final = 50  # rows, columns, and letters that are said again
+_COLUMNS: Final = 50  # that cells may reach over, or down in
+_SAID_AGAIN: Final = 100  # letters of a cell at most, in each row that it reaches into
 
 
 def _joined(parts: Sequence[Any], text: str) -> list[Any]:
