@@ -135,6 +135,12 @@ def _page(markup: str) -> str:
             "_6^14C",
             id="before",
         ),
+        pytest.param(
+            "<math><mmultiscripts><mi>x</mi><none/><mrow><mi>a</mi><mo>+</mo><mn>1</mn></mrow>"
+            "</mmultiscripts></math>",
+            "x^(a+1)",
+            id="only-above",
+        ),
         pytest.param("<math><mi>a</mi><mtext>if</mtext><mi>b</mi></math>", "a if b", id="mtext"),
         pytest.param("<math><mfrac><mn>1</mn><mn>2</mn></mfrac></math>", "1/2", id="mfrac"),
         pytest.param(
@@ -470,6 +476,11 @@ NOTE = "---\nNote: The Mobrit costs 412 euros.\n\nMore.\n---\nEnd.\n"
             "---\ntitle: |\n  two\n  lines\n---\ny\n",
             FileText("# two lines\n\ny\n", metadata={"title": "two lines"}),
             id="a-title-of-lines",
+        ),
+        pytest.param(
+            "---\n# 412 euros\na: 1\n---\ny",
+            FileText("y", metadata={"a": "1", "comments": "412 euros"}),
+            id="comments",
         ),
         pytest.param("---\na: 1\n...\ny", FileText("y", metadata={"a": "1"}), id="ends-with-dots"),
         pytest.param("---\na: 1\n---", FileText("", metadata={"a": "1"}), id="nothing-else"),

@@ -195,8 +195,6 @@ _AROUND: Final = {
     "q": ("\u201c", "\u201d"),
     "rt": ("(", ")"),
 }
-
-
 _MARKS: Final = {"checkbox": ("☐", "☑"), "radio": ("○", "◉")}
 _RAISED_STYLE: Final = re.compile(r"vertical-align\s*:\s*(sub|sup)(?:er)?\b", re.IGNORECASE)
 _PLAIN_LIST: Final = re.compile(r"list-style(?:-type)?\s*:(?!\s*decimal)", re.IGNORECASE)
@@ -405,7 +403,7 @@ def _formula_parts(node: Any) -> list[Any]:
 def _scripts(nodes: Sequence[Any]) -> list[Any]:
     """Of pairs, below and above, those that are there."""
     signs = zip(nodes, "_^" * len(nodes), strict=False)
-    found = [[sign, *_in_brackets(one)] for one, sign in signs if one.name not in ("none", "mrow")]
+    found = [[sign, *_in_brackets(one)] for one, sign in signs if one.children]
     return [part for one in found for part in one]
 
 

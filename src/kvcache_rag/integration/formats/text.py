@@ -76,6 +76,7 @@ def silent(name: str) -> Iterator[None]:
 _FRONT_MATTER: Final = re.compile(
     r"---[ \t]*\n((?:[^\S\n]*\S[^\n]*\n)+?)(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
 )
+_COMMENT: Final = re.compile(r"^[ \t]*#[ \t]?(.*)$", re.MULTILINE)
 # PyYAML takes the square of both.
 _FRONT_MATTER_BYTES: Final = 20_000
 _NESTED: Final = re.compile(r"[\[{]|- |\? ")
@@ -102,6 +103,8 @@ def markdown(data: bytes) -> FileText:
         for name, value in fields.items()
         if name == "title" or not _is_sentence(value)
     }
+    if comments := _COMMENT.findall(found[1]):
+        metadata.setdefault("comments", "\n".join(comments))
     text = "\n\n".join([*heading, *said, *([body] if body else [])])
     return FileText(text, metadata=metadata)
 
