@@ -90,6 +90,12 @@ _STRICT: Final = {
     "w": "http://purl.oclc.org/ooxml/wordprocessingml/main",
     "m": "http://purl.oclc.org/ooxml/officeDocument/math",
 }
+_ROOTS: Final = {
+    "word/document.xml": "w:document",
+    "word/footnotes.xml": "w:footnotes",
+    "word/header1.xml": "w:hdr",
+    "word/comments.xml": "w:comments",
+}
 _PACKAGE: Final = "http://schemas.openxmlformats.org/package/2006"
 
 
@@ -99,6 +105,8 @@ def docx(
     body: str = "",
     *,
     notes: Sequence[str] = (),
+    comments: Sequence[str] = (),
+    header: str = "",
     strict: bool = False,
 ) -> bytes:
     """A Word file: paragraphs, a table, further XML of its body, and footnotes from 1 on."""
@@ -112,13 +120,24 @@ def docx(
     parts = {
         "word/document.xml": f"<w:body>{texts}{table and f'<w:tbl>{table}</w:tbl>'}{body}</w:body>",
         **({"word/footnotes.xml": footnotes} if notes else {}),
+        **({"word/header1.xml": f"<w:p>{run(header)}</w:p>"} if header else {}),
+        **(
+            {
+                "word/comments.xml": "".join(
+                    f'<w:comment w:id="{number}"><w:p>{run(one)}</w:p></w:comment>'
+                    for number, one in enumerate(comments)
+                )
+            }
+            if comments
+            else {}
+        ),
     }
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         for name, inside in parts.items():
             names = {**_WORD, **(_STRICT if strict else {})}
             spaces = " ".join(f'xmlns:{prefix}="{uri}"' for prefix, uri in names.items())
-            kind = "w:document" if name == "word/document.xml" else "w:footnotes"
+            kind = _ROOTS[name]
             file.writestr(name, f"<{kind} {spaces}>{inside}</{kind}>")
         related = f'<Relationships xmlns="{_PACKAGE}/relationships">'
         to = '<Relationship Id="r{0}" Type="{1}/{0}" Target="{2}"/>'

@@ -116,6 +116,7 @@ def _page(markup: str) -> str:
         pytest.param("<div><template shadowrootmode=open>412</template></div>", "412", id="shadow"),
         pytest.param("<a href=a>Home</a><a href=b>Prices</a>", "Home Prices", id="next-links"),
         pytest.param("dog<a href=a>s</a>", "dogs", id="link-in-a-word"),
+        pytest.param("a<svg><text>41</text><g><text>7</text></g></svg>b", "a\n41\n7\nb", id="svg"),
         pytest.param("2 < 3 <4 <= 5", "2 < 3 <4 <= 5", id="less-than"),
         pytest.param("<ol style='list-style: none'><li>a</ol>", "a", id="plain-list"),
         # ---------------------------------------------- MathML
@@ -180,7 +181,7 @@ def _page(markup: str) -> str:
                 "<script>x</script>",
                 "<style>x</style>",
                 "<noscript>x</noscript>",
-                "<svg><text>x</text></svg>",
+                "<svg><title>x</title><defs><text>x</text></defs></svg>",
                 "<datalist><option>x</datalist>",
                 "<input type=hidden value=x>",
                 "<input type=password value=x>",
@@ -377,9 +378,14 @@ def test_hyphens_and_formulas_of_strict_word() -> None:
     assert read_file("a.docx", docx(body=body, strict=True)).text == "-12 (a+b)/2=5"
 
 
-def test_pictures_of_word_are_counted() -> None:
-    data = docx(["a"], body="<w:p><w:r><w:drawing><a:blip/></w:drawing></w:r></w:p>")
-    assert read_file("a.docx", data).without == ("1 picture",)
+def test_what_of_word_is_no_text_is_counted() -> None:
+    drawn = "<w:r><w:drawing><a:blip/></w:drawing></w:r>"
+    texts = (" FORMDROPDOWN ", "REF x")
+    field = "".join(f"<w:r><w:instrText>{text}</w:instrText></w:r>" for text in texts)
+    data = docx(["a"], body=f"<w:p>{drawn}{field}</w:p>", comments=["b", "c"], header="d")
+    assert read_file("a.docx", data).without == (
+        *("1 picture", "1 field", "2 comments", "its headers and footers"),
+    )
 
 
 # ---------------------------------------------------------------------- PDF

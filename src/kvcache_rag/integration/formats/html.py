@@ -11,7 +11,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.formats.text import FileText, cleaned, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 _HTML_BYTES: Final = 10_000_000  # half a minute
 # Elements that are opened again in every paragraph until they are closed: 15 kB of them can make a
@@ -23,7 +23,7 @@ _NO_TAG: Final = re.compile(r"<(?![a-z/!?])", re.IGNORECASE)
 _NEXT_LINK: Final = re.compile(r"</a\s*>(?=<a[\s>])", re.IGNORECASE)
 _UNSEEN: Final = (
     *("annotation", "annotation-xml", "datalist", "head", "noscript", "rp", "script", "style"),
-    *("svg", "template"),
+    "template",
 )
 _UNSEEN_STYLE: Final = re.compile(
     r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)|"
@@ -165,24 +165,19 @@ class _Pieces:
             return _raised_or_lowered(node, place[1].lower() if place else name)
         if name == "table" and id(node) not in laying:
             inside = _with_spans(node)
-        elif name == "template":  # the shadow of what is around it
-            inside = node.template_content.children
         elif name == "select" and "multiple" not in node.attrs:
             self.choices += 1
             inside = _chosen(node)
         elif name == "ol" and (not self._by_mammoth or _is_of_notes(node)):
             inside = _with_numbers(node)
+        elif name in _INSIDE:
+            inside = _INSIDE[name](node)
         before, after = _AROUND.get(name, ("", ""))
         if name in ("ol", "ul"):
             is_inner = node.parent is not None and node.parent.name == "li"
             before = after = "\n" if is_inner else _PARAGRAPH
         elif name in ("td", "th") and id(node) in laying:
             before = after = "\n"
-        elif name == "input":
-            kind = (node.attrs.get("type") or "text").lower()
-            value = node.attrs.get("value") or ""
-            inside = [_MARKS[kind]["checked" in node.attrs]] if kind in _MARKS else []
-            inside = [value] if kind in _SHOWN_INPUTS else inside
         return [before, *inside, after]
 
 
@@ -198,6 +193,28 @@ _AROUND: Final = {
 _MARKS: Final = {"checkbox": ("☐", "☑"), "radio": ("○", "◉")}
 _RAISED_STYLE: Final = re.compile(r"vertical-align\s*:\s*(sub|sup)(?:er)?\b", re.IGNORECASE)
 _PLAIN_LIST: Final = re.compile(r"list-style(?:-type)?\s*:(?!\s*decimal)", re.IGNORECASE)
+
+
+def _labels(node: Any) -> list[Any]:
+    """The words in a picture of lines."""
+    texts = [one for one in _descendants(node, within=_NO_LABEL) if one.name == "text"]
+    return [part for one in texts for part in ("\n", one, "\n")]
+
+
+def _value(node: Any) -> list[Any]:
+    """What a field of a form shows."""
+    kind = (node.attrs.get("type") or "text").lower()
+    if kind in _MARKS:
+        return [_MARKS[kind]["checked" in node.attrs]]
+    return [node.attrs.get("value") or ""] if kind in _SHOWN_INPUTS else []
+
+
+_NO_LABEL: Final = ("clipPath", "defs", "desc", "marker", "mask", "pattern", "symbol", "text")
+_INSIDE: Final[dict[str, Callable[[Any], list[Any]]]] = {
+    "input": _value,
+    "svg": _labels,
+    "template": lambda node: node.template_content.children,  # the shadow of what is around it
+}
 
 
 def _is_unseen(node: Any) -> bool:

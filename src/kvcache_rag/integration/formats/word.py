@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from typing import Any, Final
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 from xml.etree import ElementTree  # files that declare entities are refused
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.formats.html import GAP, grouped, rendered
 from kvcache_rag.integration.formats.text import FileText, counted, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Files of Word are zips; with a password, or of before 2007, they are one of these.
 _OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
@@ -21,6 +25,10 @@ _FIELDS_WITHIN: Final = 50
 _WITH_TEXT: Final = re.compile(r"word/(?:document|footnotes|endnotes)\d*\.xml")
 
 
+_BESIDE_TEXT: Final = re.compile(r"word/(?:comments|footer|header)\d*\.xml")
+_DRAWN_FIELD: Final = re.compile(r"\s*(?:EQ|FORMDROPDOWN)\b", re.IGNORECASE)
+
+
 def word(data: bytes) -> FileText:
     """As Word shows it with all changes accepted; footnotes and endnotes stand at the end."""
     if data.startswith(_OLD_OFFICE):
@@ -29,7 +37,7 @@ def word(data: bytes) -> FileText:
         )
     import mammoth  # type: ignore[import-untyped]  # has no types
 
-    prepared, pictures = _prepared(data)
+    prepared, without = _prepared(data)
     with silent("mammoth"):
         markup = mammoth.convert_to_html(
             io.BytesIO(prepared), convert_image=mammoth.images.img_element(lambda _: {"src": ""})
@@ -38,12 +46,12 @@ def word(data: bytes) -> FileText:
     found = rendered(re.sub(r'<a href="#[^"]*">\u2191</a>', "", markup), by_mammoth=True)
     lists = counted(len(re.findall("<ol>(?!<li id=)", markup)), "list")
     numbers = tuple(f"the numbers of {text}" for text in lists)
-    return FileText(found.text, (*counted(pictures, "picture"), *numbers))
+    return FileText(found.text, (*without, *numbers))
 
 
-def _prepared(data: bytes) -> tuple[bytes, int]:
-    """A file in which what mammoth passes over is text, and how many pictures are in it."""
-    pictures, out = 0, io.BytesIO()
+def _prepared(data: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """A file in which what mammoth passes over is text, and what in it is none."""
+    count, out = Counter[str](), io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as parts, zipfile.ZipFile(out, "w") as written:
         texts = [part for part in parts.infolist() if part.filename.endswith((".xml", ".rels"))]
         if sum(part.file_size for part in texts) > _WORD_BYTES:
@@ -58,13 +66,32 @@ def _prepared(data: bytes) -> tuple[bytes, int]:
                 raise InvalidInputError(
                     f"it has more than {_ELEMENTS:,} pieces; save it in parts, or as text"
                 )
-            if _WITH_TEXT.fullmatch(part.filename):
+            is_read = _WITH_TEXT.fullmatch(part.filename)
+            if is_read or _BESIDE_TEXT.fullmatch(part.filename):
                 root = ElementTree.fromstring(content)  # nothing is declared in it
-                pictures += sum(_kind(node) in _DRAWN for node in root.iter())
-                _put_into_words(root)
-                content = ElementTree.tostring(root)
+                count.update(_without(root))
+                if is_read:
+                    _put_into_words(root)
+                    content = ElementTree.tostring(root)
             written.writestr(part.filename, content)
-    return out.getvalue(), pictures
+    edges = ("its headers and footers",) if count["edge"] else ()
+    kinds = ("picture", "field", "comment")
+    return out.getvalue(), (*(one for kind in kinds for one in counted(count[kind], kind)), *edges)
+
+
+def _without(root: Any) -> Iterator[str]:
+    """What of a part is no text of ours, by kind."""
+    for node in root.iter():
+        kind = _kind(node)
+        if kind in _DRAWN:
+            yield "picture"
+        elif kind == "control" or (kind == "instrText" and _DRAWN_FIELD.match(node.text or "")):
+            yield "field"
+        elif kind == "comment":
+            yield "comment"
+    texts = (node.text or "" for node in root.iter() if _kind(node) == "t")
+    if _kind(root) in ("hdr", "ftr") and any(map(str.strip, texts)):
+        yield "edge"
 
 
 _DRAWN: Final = ("blip", "chart", "imagedata", "relIds")
