@@ -81,7 +81,7 @@ def test_the_default_follows_what_the_model_was_trained_for() -> None:
     assert default_policy(trained=True, width=WIDE) == Reuse()
 
 
-@pytest.mark.parametrize(("family", "default"), [("qwen2", BestLast()), ("gpt2", BestFew())])
+@pytest.mark.parametrize(("family", "default"), [("qwen2", BestLast(0.5)), ("gpt2", BestFew())])
 def test_a_wide_model_reads_all_chunks_where_they_can_be_moved(family: str, default: Any) -> None:
     model = build(family, width=WIDE // 4)
     assert model.config.hidden_size == WIDE

@@ -121,10 +121,10 @@ class Engine(NamedArguments):
             template: None for the default instruction.
             policy: What is reused, or the name of that, such as "cacheblend:0.2"; None for what the
                 model was trained for: `Reuse()` if it, or its adapter, says that it was fine-tuned
-                for blocks, else `BestFew()`, or `BestLast()` if it is wide; where that needs what
-                the model cannot do (`refusal`) its chunks are then answered by full prefill, with
-                one warning.  `LegoLink` cuts the chunks of a model with recurrent layers, which
-                others do not find then.
+                for blocks, else `BestFew()`, or `BestLast(0.5)` if it is wide; where that needs
+                what the model cannot do (`refusal`) its chunks are then answered by full prefill,
+                with one warning.  `LegoLink` cuts the chunks of a model with recurrent layers,
+                which others do not find then.
             namespace: Tenant.
             context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys

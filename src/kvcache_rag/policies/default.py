@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 UNTRAINED: Final[ReusePolicy] = BestFew()
 """Of a model that was not trained to read chunks that do not see each other."""
-WIDE: Final = 1536
-"""Hidden size from which such a model reads all chunks: that of a model that is righter so.
+UNTRAINED_WIDE: Final[ReusePolicy] = BestLast(0.5)
+"""Of such a model whose hidden size is `WIDE` and more.
 
 Of two models of one family the one of 896 is misled by documents that it does not need, and that of
-1,536 uses them: it loses right answers where it reads a few alone (docs/quality.md).
+1,536 uses them: it loses right answers where it reads a few alone, or the best fifth of them
+together, and keeps them where it reads the better half together (docs/quality.md).
 """
+WIDE: Final = 1536
 
 
 def default_policy(*, trained: bool, width: int = 0) -> ReusePolicy:
@@ -31,7 +33,7 @@ def default_policy(*, trained: bool, width: int = 0) -> ReusePolicy:
     """
     if trained:
         return Reuse()
-    return BestLast() if width >= WIDE else UNTRAINED
+    return UNTRAINED_WIDE if width >= WIDE else UNTRAINED
 
 
 def reuse_warning(policy: ReusePolicy, *, trained: bool) -> str:
