@@ -244,18 +244,6 @@ def _laying_out(root: Any) -> set[int]:
     return found | {cell for cell, table in cells if table in found}
 
 
-def _between(nodes: Sequence[Any], text: str, names: Collection[str] = ()) -> list[Any]:
-    """Nodes with a text between two of these names, or any."""
-    found: list[Any] = []
-    is_first = True
-    for node in nodes:
-        if node.name in names or (not names and node.name[0] != "#"):
-            found += [] if is_first else [text]
-            is_first = False
-        found.append(node)
-    return found
-
-
 def _is_of_notes(node: Any) -> bool:
     """Whether these are a Word file's notes, by mammoth."""
     ids = (str((child.attrs or {}).get("id")) for child in node.children)
@@ -411,9 +399,9 @@ def _formula_parts(node: Any) -> list[Any]:
     if node.name == "mroot" and len(inside) == 2:
         return [inside[1], "√(", inside[0], ")"]
     if node.name == "mfenced":
-        return ["(", *_between(node.children, ", "), ")"]
+        return ["(", *_joined(inside, ", "), ")"]
     if node.name in ("mtr", "mlabeledtr"):
-        return ["\n", *_between(node.children, " | ", ("mtd",)), "\n"]
+        return ["\n", *_joined(inside, " | "), "\n"]
     return list(node.children)
 
 

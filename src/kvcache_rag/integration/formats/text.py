@@ -119,8 +119,9 @@ def _yaml_mapping(text: str) -> dict[str, Any] | None:
         # Of aliases a few lines can make a billion.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.BaseLoader)):
             return None
-        node = yaml.compose(text, yaml.BaseLoader)
-        found = yaml.load(text, yaml.BaseLoader)  # it makes texts alone
+        loader = yaml.BaseLoader(text)  # which makes texts alone
+        node = loader.get_single_node()
+        found = loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, TypeError):  # a name may be a list
         return None
     is_whole = isinstance(found, dict) and len(found) == len(node.value)  # no name is there twice
@@ -132,7 +133,10 @@ def _is_sentence(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     text = value.strip()
-    return len(text.split()) > 2 and text.endswith((".", "!", "?", "。", "！", "？"))  # noqa: RUF001
+    return len(text.split()) > 2 and text.endswith(_ENDS)
+
+
+_ENDS: Final = (".", "!", "?", "\u3002", "\uff01", "\uff1f")  # also those of Chinese and Japanese
 
 
 def _listed(value: Any) -> str:

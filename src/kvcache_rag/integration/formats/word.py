@@ -14,7 +14,7 @@ from kvcache_rag.integration.formats.html import GAP, grouped, rendered
 from kvcache_rag.integration.formats.text import FileText, counted, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Files of Word are zips; with a password, or of before 2007, they are one of these.
 _OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
@@ -200,39 +200,48 @@ def _is_hidden(run: Any, space: str) -> bool:
     return mark is not None and mark.get(f"{space}val", "1") not in ("0", "false", "off")
 
 
-def _formula(node: Any) -> str:  # noqa: C901  # a line for each kind of part
+def _formula(node: Any) -> str:
     """A formula in one line: `a/b`, `(a+b)/2`, `x^2`, `x_1`, `√(x)`; words in it have a gap."""
-
-    def part(name: str) -> str:
-        return "".join(_formula(child) for child in node if _kind(child) == name)
-
     kind = _kind(node)
     if kind == "t":
         return node.text or ""
-    if kind == "oMath":
-        return f"{GAP}{''.join(map(_formula, node))}{GAP}"
-    if kind == "f":
-        return f"{GAP}{grouped(part('num'))}/{grouped(part('den'))}{GAP}"
-    if kind in ("limLow", "limUpp"):
-        return f"{part('e')}{'_' if kind == 'limLow' else '^'}{grouped(part('lim'))}{GAP}"
-    if kind == "func":
-        return f"{part('fName')}{GAP}{part('e')}"
-    if kind in ("nary", "sPre", "sSup", "sSub", "sSubSup"):
-        low, high = part("sub"), part("sup")
-        scripts = (f"_{grouped(low)}" if low else "") + (f"^{grouped(high)}" if high else "")
-        if kind == "nary":
-            return f"{_said(node, 'chr', '∫')}{scripts} {part('e')}"
-        if kind == "sPre":
-            return f"{GAP}{scripts}{part('e')}{GAP}"
-        return f"{grouped(part('e'))}{scripts}{GAP}"
-    if kind == "rad":
-        return f"{part('deg')}√({part('e')})"
-    if kind == "d":
-        inside = ", ".join(_formula(child) for child in node if _kind(child) == "e")
-        return f"{_said(node, 'begChr', '(')}{inside}{_said(node, 'endChr', ')')}"
-    if kind == "mr":
-        return "; " + ", ".join(map(_formula, node))
-    return "".join(map(_formula, node))
+    write = _WRITTEN.get(kind)
+    if write is None:
+        return "".join(map(_formula, node))
+    return write(node)
+
+
+def _part(node: Any, name: str) -> str:
+    return "".join(_formula(child) for child in node if _kind(child) == name)
+
+
+def _scripts(node: Any) -> str:
+    low, high = _part(node, "sub"), _part(node, "sup")
+    return (f"_{grouped(low)}" if low else "") + (f"^{grouped(high)}" if high else "")
+
+
+def _delimited(node: Any) -> str:
+    inside = ", ".join(_formula(child) for child in node if _kind(child) == "e")
+    return f"{_said(node, 'begChr', '(')}{inside}{_said(node, 'endChr', ')')}"
+
+
+def _behind_base(node: Any) -> str:
+    return f"{grouped(_part(node, 'e'))}{_scripts(node)}{GAP}"
+
+
+_WRITTEN: Final[dict[str, Callable[[Any], str]]] = {
+    "oMath": lambda node: f"{GAP}{''.join(map(_formula, node))}{GAP}",
+    "f": lambda node: f"{GAP}{grouped(_part(node, 'num'))}/{grouped(_part(node, 'den'))}{GAP}",
+    "limLow": lambda node: f"{_part(node, 'e')}_{grouped(_part(node, 'lim'))}{GAP}",
+    "limUpp": lambda node: f"{_part(node, 'e')}^{grouped(_part(node, 'lim'))}{GAP}",
+    "func": lambda node: f"{_part(node, 'fName')}{GAP}{_part(node, 'e')}",
+    "nary": lambda node: f"{_said(node, 'chr', '∫')}{_scripts(node)} {_part(node, 'e')}",
+    "sPre": lambda node: f"{GAP}{_scripts(node)}{_part(node, 'e')}{GAP}",
+    **dict.fromkeys(("sSup", "sSub", "sSubSup"), _behind_base),
+    "rad": lambda node: f"{_part(node, 'deg')}√({_part(node, 'e')})",
+    "d": _delimited,
+    "mr": lambda node: f"; {', '.join(map(_formula, node))}",
+}
 
 
 def _said(node: Any, name: str, default: str) -> str:
