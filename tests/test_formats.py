@@ -379,7 +379,9 @@ def test_hyphens_and_formulas_of_strict_word() -> None:
 
 
 def test_what_of_word_is_no_text_is_counted() -> None:
-    drawn = "<w:r><w:drawing><a:blip/></w:drawing></w:r>"
+    picture = "<w:drawing><a:blip/></w:drawing>"
+    again = f"<mc:Choice Requires='wps'>{picture}</mc:Choice><mc:Fallback>{picture}</mc:Fallback>"
+    drawn = f"<w:r><mc:AlternateContent>{again}</mc:AlternateContent></w:r>"
     texts = (" FORMDROPDOWN ", "REF x")
     field = "".join(f"<w:r><w:instrText>{text}</w:instrText></w:r>" for text in texts)
     data = docx(["a"], body=f"<w:p>{drawn}{field}</w:p>", comments=["b", "c"], header="d")

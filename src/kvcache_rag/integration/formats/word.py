@@ -81,8 +81,12 @@ def _prepared(data: bytes) -> tuple[bytes, tuple[str, ...]]:
 
 def _without(root: Any) -> Iterator[str]:
     """What of a part is no text of ours, by kind."""
-    for node in root.iter():
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
         kind = _kind(node)
+        if kind != "Fallback":  # for older programs, what stands beside it again
+            nodes += node
         if kind in _DRAWN:
             yield "picture"
         elif kind == "control" or (kind == "instrText" and _DRAWN_FIELD.match(node.text or "")):
