@@ -14,7 +14,7 @@ import pytest
 import torch
 from small import make_model, make_tokenizer
 from test_prompt_tokens import NAMES, control, tokenizer_of
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers_zoo import byte_level
 from transformers import PreTrainedTokenizerFast
 
@@ -248,6 +248,17 @@ def test_whatever_forces_it(kind: str, text: str) -> None:
         return
     with pytest.raises(InvalidInputError, match=r"no tokens to write .*é"):
         grammars_of(tokenizer_of("tiny")).processor(schema)
+
+
+@pytest.mark.parametrize(
+    "before", [[], [decoders.Fuse()], [decoders.ByteFallback(), decoders.Fuse()]]
+)
+def test_letters_for_bytes_are_known_behind_other_decoders(before: list[Any]) -> None:
+    """Transformers 5.6 read SmolLM2 so, and "né" could not be written."""
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    backend.decoder = decoders.Sequence([*before, decoders.ByteLevel()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert answered(tokenizer, {"const": "né 東"}) == "né 東"
 
 
 def test_a_normaliser_makes_nothing_else_of_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -283,14 +284,12 @@ class _Pieces:
     """
 
     def __init__(self, encoder: TextEncoder, ends: list[int]) -> None:
-        from llguidance.hf import from_tokenizer
-
         self._tokenizer = tokenizer = encoder.tokenizer
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
         self._special = {*tokenizer.all_special_ids, *ends}
         read: Callable[[str], list[int]]
         try:
-            own = from_tokenizer(tokenizer, eos_token=ends)
+            own = _read(tokenizer, ends)
         except ValueError:  # a decoder that it does not know, or no fast tokenizer
             read = self._ids
             anchor = self._ids("a")  # so that no space is lost at the beginning of a text
@@ -363,6 +362,28 @@ class _Pieces:
         if token in self._special or not text or "\ufffd" in text:
             return _NO_TEXT + f"[{token}]".encode()
         return text.encode("utf-8", "surrogatepass")
+
+
+def _read(tokenizer: Any, ends: list[int]) -> Any:
+    """What llguidance makes of a tokenizer, whose letters for bytes it knows alone only.
+
+    Beside a `ByteFallback`, as transformers 5.6 writes the decoder of SmolLM2, it takes them for
+    text.
+
+    Raises:
+        ValueError: If it cannot read this tokenizer.
+    """
+    from llguidance.hf import from_tokenizer
+    from tokenizers import Tokenizer, decoders
+
+    with suppress(AttributeError):  # no fast tokenizer
+        parts = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+        if any(part["type"] == "ByteLevel" for part in parts.get("decoders", ())):
+            own = copy.copy(tokenizer)
+            own._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            own._tokenizer.decoder = decoders.ByteLevel()
+            return from_tokenizer(own, eos_token=ends)
+    return from_tokenizer(tokenizer, eos_token=ends)
 
 
 def _llguidance() -> Any:
