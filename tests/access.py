@@ -9,7 +9,7 @@ from kvcache_rag.stores import names
 
 if TYPE_CHECKING:
     from kvcache_rag import Engine, MemoryStore, RemoteStore
-    from kvcache_rag.generation.answer import Answerer
+    from kvcache_rag.generation.runner import Runner
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -33,14 +33,14 @@ def chunk_layout(engine: Engine) -> ChunkLayout:
     return adapter(engine).measured.chunk_layout
 
 
-def answerer(engine: Engine) -> Answerer:
+def runner(engine: Engine) -> Runner:
     """What answers one question after the other."""
-    return engine._answerer
+    return engine._bound.runner
 
 
 def renderer(engine: Engine) -> PromptRenderer:
     """What makes tokens of texts."""
-    return engine._renderer
+    return engine._bound.renderer
 
 
 def remembered_ids(renderer: PromptRenderer) -> Any:
@@ -50,7 +50,7 @@ def remembered_ids(renderer: PromptRenderer) -> Any:
 
 def prefiller(engine: Engine) -> Any:
     """What computes chunks; a `Prefiller`, or None where keys cannot move."""
-    return engine._prefiller
+    return engine._bound.prefiller
 
 
 def lock(engine: Engine) -> Any:

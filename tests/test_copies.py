@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def rows(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     folder = tmp_path_factory.mktemp("stores")
     key = engine.keys(TEXTS)[0]
-    layout = engine._capturing.layout
+    layout = engine._bound.capturing.layout
     kept = engine.store.get(key, layout).chunk
     verdict = make_verdict(engine.identity, {repr(Reuse()): 1.0})
     # What a store keeps where others find it is there again; what it keeps in memory is not.

@@ -194,7 +194,7 @@ def test_texts_of_the_tokens_join_to_the_prompt(name: str) -> None:
     ids = engine.tokenize("Où, 東?", SPOKEN, HISTORY)
     found = engine.explain("Où, 東?", SPOKEN, policy=FullRecompute(), history=HISTORY)
     assert [token.id for token in found.tokens] == list(ids.all)
-    query = access.answerer(engine).renderer.query_text("Où, 東?", HISTORY)
+    query = access.runner(engine).renderer.query_text("Où, 東?", HISTORY)
     assert found.text == engine.prefix_text + "".join(map(TEMPLATE.wrap, SPOKEN)) + query
     for span, text in zip(found.spans[1:-1], SPOKEN, strict=True):
         written = "".join(token.text for token in found.tokens[span.start : span.stop])
@@ -211,7 +211,7 @@ def test_whatever_is_written_is_shown(name: str, question: str, text: str) -> No
     engine = engine_of(name)
     template = engine.template
     found = engine.explain(question, [text], policy=FullRecompute())
-    query = access.answerer(engine).renderer.query_text(template.ask(question))
+    query = access.runner(engine).renderer.query_text(template.ask(question))
     assert found.text == engine.prefix_text + template.wrap(text) + query
 
 
@@ -272,7 +272,7 @@ class Second(ReusePolicy):
 def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
     engine = make_engine("llama")
     layout = access.chunk_layout(engine)
-    prefix = engine._capturing.prefix()
+    prefix = engine._bound.capturing.prefix()
     assert prefix is not None
     parts = [prefix, *(engine.store.get(key, layout).chunk for key in engine.add(TEXTS))]
     found = engine.explain(QUESTION, TEXTS, policy=policy)

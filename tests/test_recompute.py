@@ -18,6 +18,7 @@ from kvcache_rag import DiskStore, Engine, FullRecompute, InvalidInputError, Mem
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.generation import buffered
+from kvcache_rag.generation.bound import Question
 from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
@@ -130,8 +131,9 @@ def test_a_closed_stream_leaves_nothing_behind(engine: Engine, behind: Behind) -
 
 
 def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
-    answerer = access.answerer(engine)
-    made = engine._request(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
+    answerer = access.runner(engine)
+    question = Question(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
+    made = engine._bound.plan([question])[0].request
     full = replace(made, policy=FullRecompute())
     prompts = [Prompt(one.rounds[0], one.query[-1:], one) for one in (made, full)]
     with torch.inference_mode():
@@ -333,14 +335,14 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
     scorer = Words()
     engine = make_engine("qwen2", auxiliary=None if own else scorer)
     keys = engine.add(TEXTS)
-    load = access.answerer(engine).filler.loader.load
+    load = access.runner(engine).filler.loader.load
 
     def loading(_: Any, *arguments: Any, **options: Any) -> Any:
         found = load(*arguments, **options)
         scorer.go.set()
         return found
 
-    monkeypatch.setattr(type(access.answerer(engine).loader), "load", loading)
+    monkeypatch.setattr(type(access.runner(engine).loader), "load", loading)
     found: list[Tensor] = []
     policy = Asking(
         lambda signals: found.append(signals.relevance()), auxiliary=scorer if own else None

@@ -120,7 +120,7 @@ def test_refine_never_exceeds_the_window(monkeypatch: pytest.MonkeyPatch) -> Non
         template=dataclasses.replace(TEMPLATE, refine="{question} {answer}"),
     )
     longest = []
-    real = access.answerer(engine).answers
+    real = access.runner(engine).answers
 
     def watched(prompts: Any, *rest: Any) -> Any:
         (prompt,), (answer,) = prompts, real(prompts, *rest)
@@ -132,7 +132,7 @@ def test_refine_never_exceeds_the_window(monkeypatch: pytest.MonkeyPatch) -> Non
         longest.append(used + prompt.request.max_new_tokens)
         return [dataclasses.replace(answer, text="\ufffd" * 20)]  # 20 tokens that decode to 60
 
-    monkeypatch.setattr(access.answerer(engine), "answers", watched)
+    monkeypatch.setattr(access.runner(engine), "answers", watched)
     engine.generate("Who?", ["a" * 30] * 9, max_new_tokens=20, overflow="refine")
     assert max(longest) <= window
 

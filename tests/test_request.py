@@ -155,7 +155,7 @@ def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
 def test_each_round_of_refine_is_a_prompt_of_its_own(
     small: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answerer = access.answerer(small)
+    answerer = access.runner(small)
     seen: list[Any] = []
     answers = answerer.answers
 

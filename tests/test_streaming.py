@@ -16,8 +16,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate, prefill
-from kvcache_rag.generation.answer import TextDecoder
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream
+from kvcache_rag.generation.text_decoder import TextDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -134,14 +134,15 @@ class Auxiliary(NamedArguments):
         self._buffer = PromptBuffer(self._attention.model)
         self._lock = new_lock()
         # The other half is for the question.
-        self._longest = (engine.context_window - len(engine._capturing.prefix_ids)) // 2
+        self._longest = (engine.context_window - len(engine._bound.capturing.prefix_ids)) // 2
 
     def _look_at_model(self) -> None:
         """View the model with the weights and adapters that it has now."""
         engine = self.engine
         self._attention = QueryAttention(engine._adapter)
-        prefiller = replace(engine._capturing, model=self._attention.model)
-        self._loader = ContextLoader(prefiller, engine._renderer)
+        self._bound = bound = engine._bound
+        prefiller = replace(bound.capturing, model=self._attention.model)
+        self._loader = ContextLoader(prefiller, bound.renderer)
 
     @classmethod
     def from_pretrained(
@@ -247,12 +248,10 @@ class Auxiliary(NamedArguments):
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
         # The main model may be this very one, whose answer waits for these scores.
-        self.engine._follow(wait=False)
-        renderer = self.engine._renderer
-        is_current = self._loader.prefiller.spec == self.engine._capturing.spec
-        if not is_current or self._loader.renderer is not renderer:
+        if self.engine._follow(wait=False) is not self._bound:
             with self._lock:
                 self._look_at_model()
+        renderer = self._loader.renderer
         query = renderer.query_ids(question)
         room = self.engine.context_window - len(renderer.prefix_ids) - len(query)
         pieces = self._pieces(chunks)
@@ -318,7 +317,7 @@ class Auxiliary(NamedArguments):
         """A chunk, or its halves if it is too long; parts that are only space have no piece."""
         if not text.strip():
             return
-        planned = self.engine._planner.chunk(text, number)
+        planned = self._bound.planner.chunk(text, number)
         if len(planned) <= self._longest:
             yield _Piece(number, start, text, planned)
             return

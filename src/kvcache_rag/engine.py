@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -24,24 +24,24 @@ from kvcache_rag.errors import (
     refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
-from kvcache_rag.generation.admission import Admission
-from kvcache_rag.generation.answer import Answerer, Asked
+from kvcache_rag.generation.bound import Bound, Planned, Question, loader_of
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
-from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
+from kvcache_rag.generation.joint import COMBINATION_BYTES
 from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows, without_none
+from kvcache_rag.generation.policy_guard import PolicyGuard
 from kvcache_rag.generation.request import (
+    Asked,
     ChunkInput,
     OtherLengthsError,
     Planner,
-    Request,
-    by_text,
     listed_chunks,
     listed_keys,
     listed_questions,
     retrieved_chunks,
 )
+from kvcache_rag.generation.runner import Runner
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
@@ -51,10 +51,8 @@ from kvcache_rag.models.pretrained import language_model, load
 from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.named import given_policy
-from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
-from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import ChunkStore, MemoryStore
 from kvcache_rag.stores.base import check_store
 
@@ -75,6 +73,12 @@ if TYPE_CHECKING:
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_FURTHER: Final = ("history", "scores", "asked")  # of a question of a batch, behind its chunks
+
+
 class Engine(NamedArguments):
     """Answers questions over chunks whose keys and values were prefilled once.
 
@@ -86,7 +90,6 @@ class Engine(NamedArguments):
         store: Where chunks are kept.
         combinations: Where chunks that were computed together are kept.
         template: How prompts are written.
-        policy: What is reused when a call does not say.
         auxiliary: Scores chunks for policies that bring no scorer of their own, or None.
         namespace: Tenant; other namespaces never see its chunks.
         context_window: Longest prompt plus answer, in tokens.
@@ -153,54 +156,46 @@ class Engine(NamedArguments):
             else MemoryStore(COMBINATION_BYTES, tier="combinations")
         )
         self.template = template or PromptTemplate()
-        self.policy, self._admission = Admission.of(
-            model, given_policy(policy), self._adapter.why_refused
-        )
-        self._adapter.keep_heads(self.policy.head)
+        guard = PolicyGuard.of(model, given_policy(policy), self._adapter.why_refused)
+        self._adapter.keep_heads(guard.policy.head)
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._lock = lock_of(self._adapter.model)
-        self._changes = 0
-        self._bind()
-        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
-        if self._prefiller is None:
-            self._admission = replace(self._admission, alone=0)
-        elif gate is not None:
-            stores = (self.store, self.combinations)
-            bound = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
-            self._admission = replace(self._admission, gate=bound)
+        self._bound = self._bind(guard, longest=self._adapter.longest(context_window))
         telemetry.opened(self._adapter, self.store, rotation)
 
-    def _bind(self) -> None:
-        """Bind template and tokenizer, as it reads texts now, to model and stores."""
-        longest = self._adapter.longest(self._options["context_window"])  # without cached chunks
-        renderer = PromptRenderer(self.template, self.tokenizer)
-        self._renderer = renderer.in_namespace(self.namespace)
-        joint = self._loader(self.combinations, None)
-        loader = self._loader(self.store, joint)
-        self._prefiller = loader.prefiller if loader else None
-        self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
-        self._planner = Planner(
-            self._renderer,
-            self._prefiller,
-            self.context_window,
-            longest,
-            self._adapter.why_no_longer(self.context_window, longest),
-        )
-        # What the chunks are addressed by; a model without a prefiller has none.
-        self._weights = None if loader is None else self._adapter.weights.identity
-        with self._lock, self._adapter.computing():  # it may try out the model
-            self._answerer = Answerer(
-                self._adapter,
-                self._renderer.encoder.tokenizer,
-                self._renderer,
+    def _bind(self, guard: PolicyGuard, longest: int) -> Bound:
+        """Bind template and tokenizer to model and stores.
+
+        Args:
+            guard: Decides about policies, without a gate yet.
+            longest: Longest prompt of a full prefill.
+        """
+        model, window = self._adapter, self.context_window
+        renderer = PromptRenderer(self.template, self.tokenizer).in_namespace(self.namespace)
+        loader = loader_of(model, self.store, self.combinations, renderer)
+        beyond = model.why_no_longer(window, longest)
+        planner = Planner(renderer, None, window, longest, beyond)
+        gate = self._options["gate"]
+        if loader is None:  # it keeps no keys and values: nothing can be reused
+            guard = replace(guard, alone=0)
+        elif gate is not None:
+            stores = (self.store, self.combinations)
+            bound = BoundGate.of(gate, loader.prefiller, renderer, stores, self.auxiliary)
+            guard = replace(guard, gate=bound)
+        with self._lock, model.computing():  # it may try out the model
+            runner = Runner(
+                model,
+                renderer.encoder.tokenizer,
+                renderer,
                 loader,
-                self.context_window,
+                window,
                 longest,
                 self.auxiliary,
                 self._options["rotation"],
             )
+        return Bound.of(runner, planner, self.tokenizer, guard)
 
     @classmethod
     def from_pretrained(
@@ -286,14 +281,6 @@ class Engine(NamedArguments):
             rotation=rotation,
         )
 
-    def _loader(
-        self, store: ChunkStore, combinations: ContextLoader | None
-    ) -> ContextLoader | None:
-        prefiller = Prefiller.of(self._adapter, store, self._renderer.prefix_ids, self.namespace)
-        if prefiller is None:
-            return None
-        return ContextLoader(prefiller, self._renderer, combinations)
-
     def __copy__(self) -> Self:
         """Attributes of its own over the same model and stores."""
         other = object.__new__(type(self))
@@ -327,26 +314,7 @@ class Engine(NamedArguments):
         if own is not None:
             moved = other.auxiliary if own is self.auxiliary else _scorer_of(own, namespace)
             other.policy = with_auxiliary(self.policy, moved or own)
-        answerer, loader = self._answerer, self._answerer.loader
-        other._renderer = self._renderer.in_namespace(namespace)
-        other._planner = replace(self._planner, renderer=other._renderer)
-        if loader is not None:
-            joint = loader.combinations and _moved(loader.combinations, namespace)
-            loader = replace(_moved(loader, namespace), combinations=joint)
-            other._prefiller = loader.prefiller
-            other._planner = replace(other._planner, prefiller=loader.prefiller)
-            window = self._planner.window
-            other._joint = None if joint is None else Combinations(loader, joint, window)
-        other._answerer = Answerer(
-            self._adapter,
-            answerer.tokenizer,
-            other._renderer,
-            loader,
-            answerer.window,
-            answerer.longest,
-            other.auxiliary,
-            self._options["rotation"],
-        )
+        other._bound = other._bound.in_namespace(namespace, other.auxiliary)
         return other
 
     def weights_changed(self) -> None:
@@ -356,66 +324,56 @@ class Engine(NamedArguments):
         noticed by themselves, before every question.  After a write through `.data` that is not
         told of, answers mix the old and the new weights.
         """
-        if self._weights is not None:
+        if self._bound.weights is not None:
             self._adapter.weights.written()
 
-    def _follow(self, *, wait: bool = True) -> int:
+    def _follow(self, *, wait: bool = True) -> Bound:
         """Address chunks by the weights and the tokenizer as they are now.
 
         Args:
             wait: Whether to wait for the answer in progress; else it is left for the next call.
 
         Returns:
-            How often they have changed: what was planned at another number is planned anew.
+            Another one than before if they have changed: what was planned by that is planned anew.
         """
-        if self._is_current() or not self._lock.acquire(blocking=wait):
-            return self._changes
+        if self._bound.is_current or not self._lock.acquire(blocking=wait):
+            return self._bound
         try:
-            before = self._changes
-            if not self._renderer.is_current:
-                self._bind()
-                self._changes += 1
-            if self._weights is not None:
-                weights = self._adapter.weights.follow()
-                if weights is not self._weights:
-                    self._weights = weights
-                    self._follow_weights()
-                    self._changes += 1
-            if self._changes != before and self._prefiller is not None:
-                self._admission = self._admission.rebound(self._prefiller, self._renderer)
-            return self._changes
+            self._bound = self._bound.followed(self.model)
+            return self._bound
         finally:
             self._lock.release()
 
-    def _follow_weights(self) -> None:
-        loader = self._answerer.loader
-        for part in (loader, loader.combinations) if loader else ():
-            if part is not None:
-                part.prefiller.follow_weights()
-        self.policy, self._admission = self._admission.following(self.model, self.policy)
-
     @property
     def _reader(self) -> PromptRenderer:
-        """The template with the tokenizer as it is now."""
-        if not self._renderer.is_current:
-            self._follow()
-        return self._renderer
+        """The template with the tokenizer as it is now; weights are not looked at."""
+        renderer = self._bound.renderer
+        return renderer if renderer.is_current else self._follow().renderer
 
-    def _is_current(self) -> bool:
-        weights = self._adapter.weights
-        return self._renderer.is_current and (
-            self._weights is None or (weights.are_unchanged() and weights.identity is self._weights)
-        )
+    @property
+    def policy(self) -> ReusePolicy:
+        """What is reused when a call does not say."""
+        return self._bound.guard.policy
+
+    @policy.setter
+    def policy(self, policy: ReusePolicy | str) -> None:
+        self._guard(policy=given_policy(policy), is_default=False)
+
+    def _guard(self, **changes: Any) -> None:
+        """Have other things decided about policies."""
+        guard = replace(self._bound.guard, **changes)
+        self._bound = replace(self._bound, guard=guard)
 
     @property
     def gate(self) -> Gate | None:
         """Which policies are let through; None for all."""
-        return None if self._admission.gate is None else self._admission.gate.gate
+        gate = self._bound.guard.gate
+        return None if gate is None else gate.gate
 
     @property
     def refusal(self) -> str:
         """Why chunks of this model cannot be stitched, "" if they can."""
-        return self._admission.refusal
+        return self._bound.guard.refusal
 
     @property
     def why_useless(self) -> str:
@@ -423,8 +381,8 @@ class Engine(NamedArguments):
 
         What cannot be stitched may still be the one chunk that `BestFew` takes from the store.
         """
-        self._follow()
-        return self._admission.why_useless(self.policy)
+        guard = self._follow().guard
+        return guard.why_useless(guard.policy)
 
     @property
     def is_recurrent(self) -> bool:
@@ -439,24 +397,23 @@ class Engine(NamedArguments):
     @property
     def spec(self) -> str:
         """Digest of everything about model and storage that cached chunks depend on."""
-        self._follow()
-        return self._capturing.spec
+        return self._follow().capturing.spec
 
     @property
     def identity(self) -> Identity:
         """What a verdict of `kvcache-rag verify` about this engine is about."""
-        self._follow()
-        return identity(self._capturing, self._planner.renderer)
+        bound = self._follow()
+        return identity(bound.capturing, bound.renderer)
 
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
-        _ = self._capturing
-        self._follow()
-        return [chunk.key for chunk in self._planner.chunks(texts)]
+        bound = self._follow()
+        _ = bound.capturing
+        return [chunk.key for chunk in bound.planner.chunks(texts)]
 
     def nbytes(self, key: ChunkKey) -> int:
         """Bytes of the keys and values of a chunk, as the model computes them."""
-        return self._capturing.layout.nbytes(key.tokens)
+        return self._bound.capturing.layout.nbytes(key.tokens)
 
     def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
         """The key of a chunk whose digest, spec and length were noted elsewhere.
@@ -464,12 +421,11 @@ class Engine(NamedArguments):
         Raises:
             FingerprintMismatchError: If it was made by another model, dtype, codec or prefix.
         """
-        mine = self._capturing
+        mine = self._bound.capturing
         key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
-        mismatch = self._planner.mismatch(key)
+        mismatch = self._bound.planner.mismatch(key)
         if mismatch:
-            self._follow()
-            mismatch = self._planner.mismatch(key)
+            mismatch = self._follow().planner.mismatch(key)
         if mismatch:
             raise FingerprintMismatchError(mismatch)
         return key
@@ -498,16 +454,16 @@ class Engine(NamedArguments):
             InvalidInputError: If a chunk cannot be used.
             ContextTooLongError: If one does not fit the context window.
         """
-        policy = given_policy(policy) or self.policy
-        _ = self._capturing
-        self._follow()
+        bound = self._follow()
+        _ = bound.capturing
+        policy = given_policy(policy) or bound.guard.policy
         chunks = listed_chunks(chunks)
         brought = policy.brought(retrieved_chunks(question, chunks, scores))
-        if not self._admission.reuses(policy, len(brought)):
+        if not bound.guard.reuses(policy, len(brought)):
             return []
-        planned = self._planner.chunks(chunks, only=brought)
-        if policy.joint and self._joint is not None:
-            planned = [*self._joint.joined(planned)]
+        planned = bound.planner.chunks(chunks, only=brought)
+        if policy.joint and bound.joint is not None:
+            planned = [*bound.joint.joined(planned)]
         return [chunk.key for chunk in planned]
 
     def add(
@@ -553,11 +509,11 @@ class Engine(NamedArguments):
     ) -> list[ChunkKey]:
         """`add` without auxiliary models."""
         started = time.perf_counter()
-        self._follow()
-        prefiller = self._prefiller or self._capturing  # which says why there is none
-        if self._admission.why_useless(self.policy):
-            self._admission.warn_refused()
-        chunks = self._planner.chunks(texts)
+        bound = self._follow()
+        prefiller, guard = bound.capturing, bound.guard
+        if guard.why_useless(guard.policy):
+            guard.warn_refused()
+        chunks = bound.planner.chunks(texts)
         if chunks:
             with self._lock:
                 self._adapter.ensure_prefills()
@@ -607,15 +563,13 @@ class Engine(NamedArguments):
             UnsupportedModelError: If the model keeps no keys and values per token.
         """
         started = time.perf_counter()
-        _ = self._capturing
-        if self._joint is None:
-            raise InvalidInputError("this model keeps no keys and values")
-        self._follow()
-        joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
+        bound = self._follow()
+        joint = bound.combining
+        joined = joint.combined([bound.planner.chunks(chunks) for chunks in combinations])
         with self._lock:
             self._adapter.ensure_prefills()
         with telemetry.added(self._adapter, joined, started) as computed:
-            computed.append(self._joint.fill(joined, self._lock, show_progress=show_progress))
+            computed.append(joint.fill(joined, self._lock, show_progress=show_progress))
         return [chunk.key for chunk in joined]
 
     def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
@@ -626,7 +580,7 @@ class Engine(NamedArguments):
         Returns:
             How many were brought.
         """
-        layout = self._capturing.layout
+        layout = self._bound.capturing.layout
         brought, wanted = 0, dict.fromkeys(listed_keys(keys))
         for store in dict.fromkeys([self.store, self.combinations]):
             fastest = getattr(store, "tiers", (store,))[0].tier
@@ -647,8 +601,8 @@ class Engine(NamedArguments):
         for key in gone:
             self.store.delete(key)
             self.combinations.delete(key)
-        if self._joint is not None:
-            self._joint.forget(gone)
+        if self._bound.joint is not None:
+            self._bound.joint.forget(gone)
 
     def delete_namespace(self) -> int:
         """Drop every chunk and combination of this engine's namespace at once, in all tiers.
@@ -660,10 +614,11 @@ class Engine(NamedArguments):
             OSError: If something could not be dropped.
         """
         with self._lock:
-            if self._joint is not None:
-                self._joint.forget_all()
-            self._answerer.buffer.forget()
-            self._renderer.forget()
+            bound = self._bound
+            if bound.joint is not None:
+                bound.joint.forget_all()
+            bound.runner.buffer.forget()
+            bound.renderer.forget()
             forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
             return sum(store.delete_namespace(self.namespace) for store in stores)
@@ -671,7 +626,7 @@ class Engine(NamedArguments):
     def forget_buffer(self) -> None:
         """Release the memory of the last prompt, which the next one would have used again."""
         with self._lock:
-            self._answerer.buffer.forget()
+            self._bound.runner.buffer.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)
         if forget is not None:
             forget()
@@ -750,37 +705,16 @@ class Engine(NamedArguments):
                 cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        chunks = listed_chunks(chunks)
-        changes = self._follow()
-        request = self._asked(question, chunks, options)
-        with self._turn(changes) as is_changed:
-            if is_changed:
-                request = self._asked(question, chunks, options)
-            try:
-                return self._answered(request, emit, cancelled)
-            except OtherLengthsError:
-                request = self._asked(question, by_text(chunks), options)
-                return self._answered(request, emit, cancelled)
+        asked = Question(question, listed_chunks(chunks), options)
+        return self._answer([asked])(emit, cancelled)[0]
 
     @shows(AnswerOptions)
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        given, chunks = {**without_none(options), "streaming": True}, listed_chunks(chunks)
-        changes = self._follow()
-        request = self._asked(question, chunks, given)
-
-        def run(emit: Emit, cancelled: threading.Event) -> Answer:
-            with self._turn(changes) as is_changed:
-                now = self._asked(question, chunks, given) if is_changed else request
-                try:
-                    return self._answered(now, emit, cancelled)
-                except OtherLengthsError:
-                    now = self._asked(question, by_text(chunks), given)
-                    return self._answered(now, emit, cancelled)
-
-        return AnswerStream(run)
+        given = {**without_none(options), "streaming": True}
+        return self._streamed(Question(question, listed_chunks(chunks), given))
 
     @shows(AnswerOptions)
     def generate_batch(
@@ -793,35 +727,12 @@ class Engine(NamedArguments):
                 scores of its chunks, and what is asked (`asked`).
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        cancelled = options.pop("cancelled", None)
-        given, questions = without_none(options), listed_questions(questions)
-        changes = self._follow()
-        requests = self._batch(questions, given)
-        if any(len(request.rounds) > 1 for request in requests):
-            raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        with self._turn(changes) as is_changed:
-            if is_changed:
-                requests = self._batch(questions, given)
-            try:
-                return self._all_answered(requests, cancelled)
-            except OtherLengthsError:
-                asked = [(text, by_text(chunks), *more) for text, chunks, *more in questions]
-                return self._all_answered(self._batch(asked, given), cancelled)
-
-    def _batch(self, questions: Sequence[Asked], options: Mapping[str, Any]) -> list[Request]:
-        requests = [
-            self._asked(
-                question,
-                chunks,
-                {**options, **dict(zip(("history", "scores", "asked"), more, strict=False))},
-            )
-            for question, chunks, *more in questions
+        cancelled, given = options.pop("cancelled", None), without_none(options)
+        asked = [
+            Question(text, chunks, {**given, **dict(zip(_FURTHER, further, strict=False))})
+            for text, chunks, *further in listed_questions(questions)
         ]
-        if not self.refusal:
-            return requests
-        # A batch is answered under one policy, and one full prefill makes the others full.
-        full = next((one.policy for one in requests if one.policy.is_full), None)
-        return [replace(one, policy=full or one.policy) for one in requests]
+        return self._answer(asked, _planned_batch)(None, cancelled)
 
     @shows(CompletionOptions)
     def complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> Answer:
@@ -833,26 +744,14 @@ class Engine(NamedArguments):
                 `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        changes = self._follow()
-        request = self._planner.completion(prompt, **options)
-        with self._turn(changes) as is_changed:
-            if is_changed:
-                request = self._planner.completion(prompt, **options)
-            return self._answered(request, emit, cancelled)
+        asked = Question(prompt, (), options, is_completion=True)
+        return self._answer([asked])(emit, cancelled)[0]
 
     @shows(CompletionOptions)
     def stream_complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
-        given: dict[str, Any] = {**without_none(options), "streaming": True}
-        changes = self._follow()
-        request = self._planner.completion(prompt, **given)
-
-        def run(emit: Emit, cancelled: threading.Event) -> Answer:
-            with self._turn(changes) as is_changed:
-                now = self._planner.completion(prompt, **given) if is_changed else request
-                return self._answered(now, emit, cancelled)
-
-        return AnswerStream(run)
+        given = {**without_none(options), "streaming": True}
+        return self._streamed(Question(prompt, (), given, is_completion=True))
 
     @shows(AnswerOptions)
     async def agenerate(
@@ -911,25 +810,19 @@ class Engine(NamedArguments):
             ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
-        chunks, changes = listed_chunks(chunks), self._follow()
         options: dict[str, Any] = {
+            "policy": policy,
             "history": history,
             "max_new_tokens": FEWEST_NEW,
             "scores": scores,
             "asked": asked,
         }
 
-        def planned(chunks: Sequence[ChunkInput]) -> tuple[Request, Request]:
-            return self._planned(question, chunks, {**options, "policy": policy})
+        def run(bound: Bound, planned: Sequence[Planned]) -> Explained:
+            with torch.inference_mode():
+                return explained(bound.runner, planned[0].asked, planned[0].request)
 
-        requests = planned(chunks)
-        with self._turn(changes) as is_changed, torch.inference_mode():
-            if is_changed:
-                requests = planned(chunks)
-            try:
-                return explained(self._answerer, *requests)
-            except OtherLengthsError:
-                return explained(self._answerer, *planned(by_text(chunks)))
+        return self._held([Question(question, listed_chunks(chunks), options)], run)()
 
     def logits(
         self,
@@ -951,58 +844,77 @@ class Engine(NamedArguments):
             `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
         """
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
-        chunks, changes = listed_chunks(chunks), self._follow()
 
-        def planned(chunks: Sequence[ChunkInput]) -> Request:
-            request = self._request(question, chunks, options)
-            query = (*request.query, *answer_ids)
-            return replace(request, query=query, answer_tokens=len(answer_ids))
+        def run(bound: Bound, planned: Sequence[Planned]) -> Tensor:
+            request = planned[0].request
+            read = replace(
+                request, query=(*request.query, *answer_ids), answer_tokens=len(answer_ids)
+            )
+            return bound.runner.logits(bound.runner.prompt(read, 0, ""))
 
-        request = planned(chunks)
-        with self._turn(changes) as is_changed:
-            if is_changed:
-                request = planned(chunks)
-            try:
-                return self._answerer.logits(self._answerer.prompt(request, 0, ""))
-            except OtherLengthsError:
-                request = planned(by_text(chunks))
-                return self._answerer.logits(self._answerer.prompt(request, 0, ""))
+        return self._held([Question(question, listed_chunks(chunks), options)], run)()
 
-    @property
-    def _capturing(self) -> Prefiller:
-        if self._prefiller is None:
-            _ = self._adapter.measured  # raises UnsupportedModelError with the layer and the reason
-            raise InvalidInputError("this model keeps no keys and values")
-        return self._prefiller
+    def _streamed(self, question: Question) -> AnswerStream:
+        answer = self._answer([question])
+        return AnswerStream(lambda emit, cancelled: answer(emit, cancelled)[0])
 
-    def _request(
-        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
-    ) -> Request:
-        return self._planned(question, chunks, options)[1]
+    def _answer(
+        self,
+        questions: Sequence[Question],
+        plan: Callable[[Bound, Sequence[Question]], Sequence[Planned]] = Bound.plan_answers,
+    ) -> Callable[[Emit | None, threading.Event | None], list[Answer]]:
+        """Plan questions that are answered together; what is returned answers them."""
 
-    def _asked(
-        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
-    ) -> Request:
-        """A request that is answered, with a warning the first time that it may cost answers."""
-        request = self._request(question, chunks, options)
-        self._admission.warn_of_loss(request)
-        return request
+        def run(
+            bound: Bound,
+            planned: Sequence[Planned],
+            emit: Emit | None,
+            cancelled: threading.Event | None,
+        ) -> list[Answer]:
+            requests, runner = [one.request for one in planned], bound.runner
+            with telemetry.watched(runner, requests) as answers:
+                if len(requests) == 1:
+                    answers.append(runner.run(requests[0], emit, cancelled))
+                else:
+                    answers += runner.run_batch(requests, cancelled)
+            return answers
 
-    def _planned(
-        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
-    ) -> tuple[Request, Request]:
-        """What is let be answered, with the chunks one by one and as the policy wants."""
-        wanted = given_policy(options.get("policy")) or self.policy
-        policy, note = self._admission.gated(wanted, has_chunks=bool(chunks))
-        request = self._planner.request(question, chunks, **{**options, "policy": policy})
-        request = self._admission.admitted(replace(request, gate=note))
-        if self._joint is None or not request.policy.joint:
-            return request, request
-        return request, self._joint.arranged(request)
+        return self._held(questions, run, plan)
+
+    def _held(
+        self,
+        questions: Sequence[Question],
+        run: Callable[Concatenate[Bound, Sequence[Planned], _P], _T],
+        plan: Callable[[Bound, Sequence[Question]], Sequence[Planned]] = Bound.plan,
+    ) -> Callable[_P, _T]:
+        """Plan questions now, so that mistakes are told at once; what is returned holds the model.
+
+        What was planned is planned again, at most twice: if weights or tokenizer have changed
+        while another answer was waited for, and by the texts of chunks if one is longer than its
+        reference said.
+
+        Args:
+            questions: Answered together.
+            run: Answers what was planned.
+            plan: Plans it.
+        """
+        bound = self._follow()
+        planned = plan(bound, questions)
+
+        def answer(*given: _P.args, **named: _P.kwargs) -> _T:
+            with self._turn() as now:
+                try:
+                    again = planned if now is bound else plan(now, questions)
+                    return run(now, again, *given, **named)
+                except OtherLengthsError:
+                    again = plan(now, [question.by_text() for question in questions])
+                    return run(now, again, *given, **named)
+
+        return answer
 
     @contextmanager
-    def _turn(self, changes: int) -> Iterator[bool]:
-        """Hold the model; gives whether more has changed than when it was planned (`_follow`).
+    def _turn(self) -> Iterator[Bound]:
+        """Hold the model; gives what answers by its weights as they are then.
 
         Raises:
             InvalidInputError: In a callback of an answer, whose context another would overwrite.
@@ -1011,27 +923,18 @@ class Engine(NamedArguments):
         if has_waited:
             self._lock.acquire()
         try:
-            is_changed = (self._follow() if has_waited else self._changes) != changes
+            bound = self._follow() if has_waited else self._bound
             with self._adapter.answering(), self._adapter.computing():
-                yield is_changed
+                yield bound
         finally:
             self._lock.release()
 
-    def _answered(
-        self, request: Request, emit: Emit | None, cancelled: threading.Event | None
-    ) -> Answer:
-        """Answer a request by the model, which is held."""
-        with telemetry.watched(self._answerer, [request]) as answers:
-            answers.append(self._answerer.run(request, emit, cancelled))
-        return answers[0]
 
-    def _all_answered(
-        self, requests: Sequence[Request], cancelled: threading.Event | None
-    ) -> list[Answer]:
-        """The same of several in one batch."""
-        with telemetry.watched(self._answerer, requests) as answers:
-            answers += self._answerer.run_batch(requests, cancelled)
-        return answers
+def _planned_batch(bound: Bound, questions: Sequence[Question]) -> list[Planned]:
+    planned = bound.plan_answers(questions)
+    if any(len(one.request.rounds) > 1 for one in planned):
+        raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
+    return planned
 
 
 def like(engine: Engine, **changes: Any) -> Engine:
@@ -1048,7 +951,7 @@ def like(engine: Engine, **changes: Any) -> Engine:
 def unwarned(engine: Engine) -> Engine:
     """The engine for who compares policies, and so asks for each of them on purpose."""
     other = copy.copy(engine)
-    other._admission = replace(engine._admission, compares=True)
+    other._guard(compares=True)
     return other
 
 
@@ -1065,15 +968,6 @@ def _check_parts(model: Any, tokenizer: Any, template: Any) -> None:
             f"template must be a PromptTemplate, not {template!r:.80}; "
             "PromptTemplate(instruction) takes a text"
         )
-
-
-def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:
-    """A loader of the same store for another tenant."""
-    return replace(
-        loader,
-        prefiller=loader.prefiller.in_namespace(namespace),
-        renderer=loader.renderer.in_namespace(namespace),
-    )
 
 
 def _scorer_of(scorer: Scorer | None, namespace: str) -> Scorer | None:

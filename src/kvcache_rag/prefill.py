@@ -130,14 +130,6 @@ class Prefiller:
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, description)
 
-    def follow_weights(self) -> None:
-        """Address chunks by the weights as they are now; for whoever holds the model."""
-        self.weights = self.model.weights.identity
-        self.spec, self.description = _fingerprint(self.model, self.store, self.prefix_ids)
-        self.store.describe(self.spec, self.namespace, self.description)
-        self.forget_prefix()
-        self.__post_init__()
-
     def in_namespace(self, namespace: str) -> Prefiller:
         """The same for another tenant; what the model makes of the prefix is the same there."""
         self.store.describe(self.spec, namespace, self.description)
@@ -356,9 +348,6 @@ class Prefiller:
         weights = self.model.weights
         # Weights may have changed under a long ingestion: such chunks have other keys.
         if was_trained or weights.identity is not self.weights or not weights.are_unchanged():
-            return computed, {}
-        # A question may have followed them already; these were planned before.
-        if any(key.spec != self.spec for key in computed):
             return computed, {}
         self.stored.extend(computed)
         return computed, computed

@@ -17,7 +17,7 @@ from scripted import NATIVE, RESPONSE, scripted
 from kvcache_rag import Engine, PromptTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvcache_rag import Answer, Metrics
 
@@ -75,15 +75,15 @@ class CountingEngine(Engine):
 
     costs: list[Metrics]
 
-    def _answered(self, *asked: Any) -> Answer:
-        answer = super()._answered(*asked)
-        self.costs.append(answer.metrics)
-        return answer
+    def _answer(self, *asked: Any) -> Callable[..., list[Answer]]:
+        answer = super()._answer(*asked)
 
-    def generate_batch(self, questions: Sequence[Any], **options: Any) -> list[Answer]:
-        answers = super().generate_batch(questions, **options)
-        self.costs += [answer.metrics for answer in answers]
-        return answers
+        def counted(*given: Any) -> list[Answer]:
+            answers = answer(*given)
+            self.costs += [one.metrics for one in answers]
+            return answers
+
+        return counted
 
 
 def scripted_engine(costs: list[Metrics], *answers: str) -> CountingEngine:

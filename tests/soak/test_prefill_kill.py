@@ -24,16 +24,16 @@ prefill.BATCH_TOKENS = 512
 
 engine = Engine(build("qwen2"), byte_tokenizer(), store=DiskStore(sys.argv[2]),
                 template=PromptTemplate(system="Read.", chunk_start="", chunk_end=""))
-compute = engine._prefiller.compute
+compute = engine._bound.prefiller.compute
 
 def counted(ids):
     chunks = compute(ids)
     with open(sys.argv[3], "a") as log:
         for one in ids:
-            log.write(engine._prefiller.key(one).digest + "\\n")
+            log.write(engine._bound.prefiller.key(one).digest + "\\n")
     return chunks
 
-engine._prefiller.compute = counted
+engine._bound.prefiller.compute = counted
 texts = [f"chunk number {i}: " + "abcdefgh " * (4 + i % 9) for i in range(int(sys.argv[4]))]
 print("started", flush=True)
 engine.add(texts)

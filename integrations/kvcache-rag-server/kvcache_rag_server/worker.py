@@ -51,7 +51,7 @@ def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
     """Chunks of a request that its policy would answer from."""
     policy = work.policy or engine.policy
     with suppress(InvalidInputError):  # which its answer will tell
-        policy, _ = engine._admission.gated(policy, has_chunks=bool(work.chunks))
+        policy, _ = engine._bound.guard.gated(policy, has_chunks=bool(work.chunks))
     found = retrieved_chunks(work.question, work.chunks, work.scores)
     chosen = policy.chosen(found)
     return work.chunks if chosen is None else tuple(work.chunks[at] for at in chosen)

@@ -262,7 +262,7 @@ def test_the_answer_behind_a_tool_is_that_of_the_whole_prompt() -> None:
     ]
     engine = llm.engine
     texts = [FACTS["Mora"].page_content]
-    ids = engine._planner.request("", texts, policy=FullRecompute(), history=history).query
+    ids = engine._bound.planner.request("", texts, policy=FullRecompute(), history=history).query
     text = engine.tokenizer.decode(ids)
     assert text == "</s><user>Look.</s><tool>[document 1 above]</s><assistant>"
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.generation.answer import Answerer
     from kvcache_rag.generation.context import Prompt
     from kvcache_rag.generation.request import Request
+    from kvcache_rag.generation.runner import Runner
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prefill import ContextChunk
@@ -137,7 +137,7 @@ class _Choice:
     seconds: float = 0.0
 
 
-def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
+def explained(runner: Runner, asked: Request, request: Request) -> Explained:
     """Explain a request; `asked` has the chunks as the caller named them, one by one."""
     prompt = runner.prompt(request, 0, "")
     order = request.policy.arranged(asked.scores[0]).order
@@ -186,7 +186,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     )
 
 
-def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
+def _choice(runner: Runner, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
     policy = prompt.policy
     if runner.is_choosy:
         runner.ensure_capturable(prompt)
@@ -237,7 +237,7 @@ def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
     return places
 
 
-def _texts(runner: Answerer, asked: Request, members: Sequence[ContextChunk]) -> list[str]:
+def _texts(runner: Runner, asked: Request, members: Sequence[ContextChunk]) -> list[str]:
     """What each token of the prompt adds to its text."""
     tokenizer, renderer = runner.tokenizer, runner.renderer
     parts = [(renderer.prefix_text, renderer.prefix_ids)]

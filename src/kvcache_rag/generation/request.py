@@ -31,7 +31,6 @@ from kvcache_rag.prompt.template import ChatArguments, as_messages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvcache_rag.generation.answer import Asked
     from kvcache_rag.metrics import MissReason
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -56,6 +55,17 @@ class StoredChunk:
 
 ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
 """How a caller may name a chunk."""
+
+Asked: TypeAlias = (
+    "tuple[str, Sequence[ChunkInput]]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]]]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
+    " Sequence[float] | None]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
+    " Sequence[float] | None, str]"
+)
+"""A question with its chunks, its history, the chunks' scores and what is asked, as far as it has
+them."""
 
 DEFAULT_NEW_TOKENS = 128
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context as TraceContext
     from opentelemetry.trace import Span, Tracer
 
-    from kvcache_rag.generation.answer import Answerer
     from kvcache_rag.generation.context import Context
     from kvcache_rag.generation.request import Request
+    from kvcache_rag.generation.runner import Runner
     from kvcache_rag.metrics import Answer, Metrics
     from kvcache_rag.models.generate import Generated
     from kvcache_rag.models.language import LanguageModel
@@ -111,7 +111,7 @@ class Timeline:
 
 @dataclass
 class AnswerWatch:
-    """Is told by the answerer what it does.
+    """Is told by the runner what it does.
 
     Attributes:
         timelines: Of each prompt that was answered: of the rounds of one request, or of a batch.
@@ -131,11 +131,11 @@ class AnswerWatch:
 
 
 @contextmanager
-def watched(answerer: Answerer, requests: Sequence[Request]) -> Iterator[list[Answer]]:
+def watched(runner: Runner, requests: Sequence[Request]) -> Iterator[list[Answer]]:
     """Log what is answered within, and trace it: a span for each request, open from its call on.
 
     Args:
-        answerer: Whose lock is held.
+        runner: Whose lock is held.
         requests: One, or several that are answered together.
 
     Returns:
@@ -146,15 +146,15 @@ def watched(answerer: Answerer, requests: Sequence[Request]) -> Iterator[list[An
     if made is None and not LOG.isEnabledFor(logging.INFO):
         yield answers
         return
-    spans = None if made is None else _Spans(made, answerer.model, requests)
-    answerer.watch = watch = AnswerWatch()
+    spans = None if made is None else _Spans(made, runner.model, requests)
+    runner.watch = watch = AnswerWatch()
     try:
         with nullcontext() if spans is None else spans.current():
             yield answers
         if spans is not None:
             spans.end(answers, watch)
     finally:
-        answerer.watch = None
+        runner.watch = None
     for answer in answers:
         _log(answer.metrics)
 

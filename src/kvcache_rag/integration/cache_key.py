@@ -140,7 +140,7 @@ def _state(engine: Engine) -> dict[str, Any]:
         "attention": engine._options["packed_attention"],
         "rotation": engine._options["rotation"],
         "auxiliary": engine.auxiliary,
-        "gate": engine._admission.gate,
+        "gate": engine._bound.guard.gate,
     }
 
 

@@ -104,7 +104,7 @@ class ConversationForms:
     def __init__(self, engine: Engine) -> None:
         """Ask nothing of the engine yet."""
         # Not the engine itself, by which its forms are known.
-        self._renderer, self._model = engine._renderer, engine.model
+        self._renderer, self._model = engine._bound.renderer, engine.model
         self._tokenizer = self._renderer.encoder.tokenizer
 
     @classmethod
@@ -117,7 +117,7 @@ class ConversationForms:
             return known
 
     def _is_current(self, engine: Engine) -> bool:
-        return self._renderer is engine._renderer
+        return self._renderer is engine._bound.renderer
 
     @property
     def has_chat_template(self) -> bool:

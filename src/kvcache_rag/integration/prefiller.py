@@ -276,7 +276,7 @@ def prefill_texts(
     """
     keys: list[ChunkKey | None] = [None] * len(texts)
     if engine.why_useless:
-        engine._admission.warn_refused()
+        engine._bound.guard.warn_refused()
         return keys
     options: dict[str, Any] = {"show_progress": show_progress, "cancelled": cancelled}
     # A chunk without a single letter cannot be reused, and an image without a caption is none.

@@ -138,7 +138,7 @@ class References:
         try:
             # Not `engine.spec`, which looks at all weights, once per document: what refers to
             # weights of before is found out by the question itself.
-            key = (text_digest(text, engine), engine._capturing.spec)
+            key = (text_digest(text, engine), engine._bound.capturing.spec)
         except UnsupportedModelError:
             return text  # it keeps no keys and values
         with self._lock:
@@ -159,7 +159,7 @@ def text_digest(text: str, engine: Engine) -> str:
     read as text: earlier versions read them as control tokens, and noted the plain digest.
     """
     plain, as_text = wrapped_digests(text, engine.template)
-    return as_text if engine._renderer.has_control(text) else plain
+    return as_text if engine._bound.renderer.has_control(text) else plain
 
 
 def wrapped_digests(text: str, template: PromptTemplate) -> tuple[str, str]:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.models.adapters import hidden_size, trained_for_blocks
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.default import default_policy, reuse_warning
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvcache_rag.generation.gate import BoundGate
     from kvcache_rag.generation.request import Request
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
 
-# Of the frames between a warning and who called the engine.
-_STACK = 5
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
-class Admission:
+class PolicyGuard:
     """What decides about the policy of a request.
 
     Attributes:
+        policy: What is reused when a call does not say.
         trained: Whether the model was trained for blocks.
-        default: The policy that nobody insists on, None if one was given: it follows the adapters,
-            and yields to full prefill on a model that is refused.
+        is_default: Whether nobody insists on the policy: it follows the adapters, and yields to
+            full prefill on a model that is refused.
         refusal: Why chunks of the model cannot be stitched, "" if they can.
         alone: Chunks of a prompt that stay where they were, which even a refused model reuses: 1,
             or 0 if it keeps nothing.
@@ -37,8 +40,9 @@ class Admission:
         warned: What was said already, by all engines made of one.
     """
 
+    policy: ReusePolicy
     trained: bool
-    default: ReusePolicy | None
+    is_default: bool
     refusal: str
     alone: int = 1
     gate: BoundGate | None = None
@@ -46,10 +50,8 @@ class Admission:
     warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(
-        cls, model: Any, given: ReusePolicy | None, refusal: str
-    ) -> tuple[ReusePolicy, Admission]:
-        """The policy of an engine whose adapters are as they are now, and what decides.
+    def of(cls, model: Any, given: ReusePolicy | None, refusal: str) -> PolicyGuard:
+        """What decides for a model whose adapters are as they are now.
 
         Args:
             model: As transformers or PEFT has it.
@@ -58,25 +60,20 @@ class Admission:
         """
         trained = trained_for_blocks(model)
         policy = given or _default(model, trained, refusal)
-        return policy, cls(trained, None if given else policy, refusal)
+        return cls(policy, trained, given is None, refusal)
 
-    def following(self, model: Any, policy: ReusePolicy) -> tuple[ReusePolicy, Admission]:
-        """The policy of an engine and what decides, after adapters may have been switched."""
+    def rebound(self, model: Any, prefiller: Prefiller | None, renderer: PromptRenderer) -> Self:
+        """The same after weights, adapters or the tokenizer may have changed."""
         trained = trained_for_blocks(model)
-        if policy is not self.default:
-            return policy, replace(self, trained=trained)
-        policy = _default(model, trained, self.refusal)
-        return policy, replace(self, trained=trained, default=policy)
-
-    def rebound(self, prefiller: Prefiller, renderer: PromptRenderer) -> Admission:
-        """After weights or the tokenizer changed."""
-        if self.gate is None:
-            return self
-        return replace(self, gate=self.gate.rebound(prefiller, renderer))
+        policy = _default(model, trained, self.refusal) if self.is_default else self.policy
+        gate = self.gate
+        if gate is not None and prefiller is not None:
+            gate = gate.rebound(prefiller, renderer)
+        return replace(self, policy=policy, trained=trained, gate=gate)
 
     def yields(self, policy: ReusePolicy) -> bool:
         """Whether full prefill answers instead of a policy where chunks would have to move."""
-        return bool(self.refusal) and policy is self.default
+        return bool(self.refusal) and self.is_default and policy is self.policy
 
     def why_useless(self, policy: ReusePolicy) -> str:
         """Why storing chunks is of no use to answers by a policy, "" if it is of use."""
@@ -121,7 +118,15 @@ class Admission:
     def _warn_once(self, message: str) -> None:
         if message and message not in self.warned:
             self.warned.add(message)
-            warnings.warn(message, stacklevel=_STACK)
+            warnings.warn(message, stacklevel=_caller())
+
+
+def _caller() -> int:
+    """How many frames above the one that asks the app's own code is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _default(model: Any, trained: bool, refusal: str) -> ReusePolicy:

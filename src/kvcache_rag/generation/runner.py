@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvcache_rag.generation.context import (
     PromptBuffer,
 )
 from kvcache_rag.generation.request import OtherLengthsError
+from kvcache_rag.generation.text_decoder import TextDecoder
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
 from kvcache_rag.models.language import StoppedError
@@ -29,35 +30,23 @@ from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_rag.generation.context import RotationMode
-    from kvcache_rag.generation.request import ChunkInput, Request
+    from kvcache_rag.generation.request import Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies.base import Scorer
-    from kvcache_rag.prefill import ContextChunk
+    from kvcache_rag.prefill import ContextChunk, Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
-    from kvcache_rag.prompt.template import Message
     from kvcache_rag.stitching.loader import ContextLoader
 
-
-Asked: TypeAlias = (
-    "tuple[str, Sequence[ChunkInput]]"
-    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]]]"
-    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
-    " Sequence[float] | None]"
-    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
-    " Sequence[float] | None, str]"
-)
-"""A question with its chunks, its history, the chunks' scores and what is asked, as far as it has
-them."""
 
 _Result = TypeVar("_Result")
 
 
-class Answerer:
+class Runner:
     """Runs prompts on a model.  Not thread-safe: the engine holds a lock around it.
 
     Attributes:
@@ -92,6 +81,7 @@ class Answerer:
         """
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader, self.window, self.longest = loader, window, longest
+        self.auxiliary, self.rotation = auxiliary, rotation
         self.buffer = PromptBuffer(model)
         self.is_choosy = loader is None or model.measured.by_place or model.has_cells
         self.watch: AnswerWatch | None = None
@@ -100,6 +90,19 @@ class Answerer:
             self.filler = _filler_of(model)(
                 model, tokenizer, loader, self.buffer, auxiliary, rotation
             )
+
+    @property
+    def prefiller(self) -> Prefiller | None:
+        """What computes chunks; None for a model that keeps no keys and values."""
+        return None if self.loader is None else self.loader.prefiller
+
+    def over(
+        self, renderer: PromptRenderer, loader: ContextLoader | None, auxiliary: Scorer | None
+    ) -> Runner:
+        """For other prompts and chunks, with a buffer of its own."""
+        model, tokenizer = self.model, renderer.encoder.tokenizer
+        limits = self.window, self.longest
+        return Runner(model, tokenizer, renderer, loader, *limits, auxiliary, self.rotation)
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
@@ -424,93 +427,3 @@ def _pushed(decoder: TextDecoder, ids: Sequence[int]) -> tuple[int, ...]:
         if decoder.stopped:
             return tuple(ids[:count])
     return tuple(ids)
-
-
-class TextDecoder:
-    """Turns token ids into text piece by piece; the pieces join to the text of all ids.
-
-    A piece is held back while it may still change: an incomplete character, or the beginning of a
-    stop string.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip: bool = True) -> None:
-        """Decode with `tokenizer`; end the text before the first of the `stop` strings.
-
-        Args:
-            tokenizer: Of the model.
-            stop: Not empty, each.
-            skip: Whether control tokens are left out.
-        """
-        self._tokenizer, self._skip = tokenizer, skip
-        self._stop = tuple(stop)
-        self._openings = [_Opening(string) for string in self._stop]
-        self._ids: list[int] = []
-        self._given = 0
-        self.text = ""
-        self.stopped = False
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Take further ids and return the text that has become certain."""
-        if self.stopped:
-            return ""
-        self._ids.extend(ids)
-        whole = self._decode()
-        cut = min((whole.find(stop) for stop in self._stop if stop in whole), default=-1)
-        if cut >= 0:
-            self.stopped = True
-            return self._give(whole[:cut])
-        certain = whole.rstrip("\ufffd")
-        return self._give(certain[: len(certain) - self._open(certain)])
-
-    def finish(self) -> str:
-        """The rest of the text, when no further ids come."""
-        return "" if self.stopped else self._give(self._decode())
-
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(
-            self._ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def _give(self, text: str) -> str:
-        piece = text[self._given :]
-        if piece:
-            self._given = len(text)
-            self.text += piece
-        return piece
-
-    def _open(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        return max((opening.length(text) for opening in self._openings), default=0)
-
-
-class _Opening:
-    """How much of a string the end of a growing text is (Knuth, Morris and Pratt).
-
-    Every character of the text is looked at once, however long the string is.
-    """
-
-    def __init__(self, string: str) -> None:
-        """Look for the beginning of `string`, which is not empty and not yet in the text."""
-        self._string = string
-        self._borders = [0]  # of each beginning, its longest end that begins the string too
-        self._text, self._length = "", 0
-
-    def length(self, text: str) -> int:
-        """Length of the longest end of `text` that begins the string."""
-        if not text.startswith(self._text):
-            self._length, self._text = 0, ""  # what came last has changed what came before
-        for character in text[len(self._text) :]:
-            self._length = self._after(self._length, character)
-        self._text = text
-        return self._length
-
-    def _after(self, length: int, character: str) -> int:
-        while length and (length == len(self._string) or self._string[length] != character):
-            length = self._border(length)
-        return length + (self._string[length] == character)
-
-    def _border(self, length: int) -> int:
-        while len(self._borders) < length:
-            self._borders.append(self._after(self._borders[-1], self._string[len(self._borders)]))
-        return self._borders[length - 1]

@@ -1,0 +1,235 @@
+"""A question as it was asked, and the parts that answer it as weights and tokenizer are now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.joint import Combinations
+from kvcache_rag.generation.request import by_text
+from kvcache_rag.policies.named import given_policy
+from kvcache_rag.prefill import Prefiller
+from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag.stitching.loader import ContextLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from typing_extensions import Self
+
+    from kvcache_rag.generation.policy_guard import PolicyGuard
+    from kvcache_rag.generation.request import ChunkInput, Planner, Request
+    from kvcache_rag.generation.runner import Runner
+    from kvcache_rag.models.language import LanguageModel
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.stores import ChunkStore
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a caller asks.
+
+    Attributes:
+        text: A question, or a text that is continued as it is.
+        chunks: What it is answered from, best first.
+        options: Further arguments of `Planner.request`, or of `Planner.completion`.
+        is_completion: Whether the text is continued.
+    """
+
+    text: str
+    chunks: Sequence[ChunkInput] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_completion: bool = False
+
+    def by_text(self) -> Question:
+        """The same, with no reference that says how long its chunk is."""
+        return replace(self, chunks=by_text(self.chunks))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A question ready to be answered.
+
+    Attributes:
+        request: With the chunks as the policy wants them.
+        asked: The same with the chunks as the caller named them, one by one.
+    """
+
+    request: Request
+    asked: Request
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A model, a template and stores for one tenant, replaced as a whole when one of them changes.
+
+    Attributes:
+        runner: Answers requests; whoever uses it holds the model.
+        planner: Makes them.
+        tokenizer: As the app has it, which may change it.
+        joint: Turns chunks into combinations; None for a model that keeps no keys and values.
+        guard: Decides about policies.
+        weights: What chunks are addressed by; None for a model that keeps no keys and values.
+    """
+
+    runner: Runner
+    planner: Planner
+    tokenizer: Any
+    joint: Combinations | None
+    guard: PolicyGuard
+    weights: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, runner: Runner, planner: Planner, tokenizer: Any, guard: PolicyGuard) -> Self:
+        """Bind a runner and a planner of the same renderer to each other."""
+        loader, joint = runner.loader, None
+        if loader is not None and loader.combinations is not None:
+            joint = Combinations(loader, loader.combinations, planner.window)
+        planner = replace(planner, prefiller=runner.prefiller)
+        weights = None if loader is None else runner.model.weights.identity
+        return cls(runner, planner, tokenizer, joint, guard, weights)
+
+    @property
+    def model(self) -> LanguageModel:
+        """What computes."""
+        return self.runner.model
+
+    @property
+    def renderer(self) -> PromptRenderer:
+        """Writes and tokenises prompts."""
+        return self.planner.renderer
+
+    @property
+    def prefiller(self) -> Prefiller | None:
+        """Computes chunks; None for a model that keeps no keys and values."""
+        return self.planner.prefiller
+
+    @property
+    def capturing(self) -> Prefiller:
+        """Likewise.
+
+        Raises:
+            UnsupportedModelError: If the model keeps none, with the layer and the reason.
+        """
+        if self.prefiller is None:
+            _ = self.model.measured  # which says why
+            raise InvalidInputError("this model keeps no keys and values")
+        return self.prefiller
+
+    @property
+    def combining(self) -> Combinations:
+        """Turns chunks into combinations; raises as `capturing`."""
+        _ = self.capturing
+        return cast("Combinations", self.joint)
+
+    # ------------------------------------------------------------------ what changes
+
+    @property
+    def is_current(self) -> bool:
+        """Whether weights and tokenizer are still those of this."""
+        weights = self.model.weights
+        return self.renderer.is_current and (
+            self.weights is None or (weights.are_unchanged() and weights.identity is self.weights)
+        )
+
+    def followed(self, app_model: Any) -> Bound:
+        """This, or what takes its place; for whoever holds the model.
+
+        Args:
+            app_model: As transformers or PEFT has it.
+        """
+        renderer = self.renderer
+        if not renderer.is_current:
+            renderer = PromptRenderer(renderer.template, self.tokenizer)
+            renderer = renderer.in_namespace(self.renderer.namespace)
+        weights = None if self.weights is None else self.model.weights.follow()
+        if renderer is self.renderer and weights is self.weights:
+            return self
+        old = self.runner
+        loader = old.loader
+        if loader is not None:
+            stores = [one.prefiller.store for one in (loader, loader.combinations) if one]
+            loader = loader_of(self.model, stores[0], stores[1], renderer)
+        runner = old.over(renderer, loader, old.auxiliary)
+        runner.buffer = old.buffer  # memory, whatever is in it
+        guard = self.guard.rebound(app_model, runner.prefiller, renderer)
+        planner = replace(self.planner, renderer=renderer)
+        return Bound.of(runner, planner, self.tokenizer, guard)
+
+    def in_namespace(self, namespace: str, auxiliary: Scorer | None) -> Bound:
+        """For another tenant: the same model, stores and settings, other chunks."""
+        renderer, loader = self.renderer.in_namespace(namespace), self.runner.loader
+        if loader is not None:
+            joint = loader.combinations and _moved(loader.combinations, renderer)
+            loader = replace(_moved(loader, renderer), combinations=joint)
+        runner = self.runner.over(renderer, loader, auxiliary)
+        planner = replace(self.planner, renderer=renderer)
+        return Bound.of(runner, planner, self.tokenizer, self.guard)
+
+    # ------------------------------------------------------------------ what is asked
+
+    def plan(self, questions: Sequence[Question]) -> list[Planned]:
+        """Check, tokenise and address questions that are answered together.
+
+        Raises:
+            InvalidInputError: If an argument cannot be used.
+            ContextTooLongError: If a prompt does not fit and `overflow` is "error".
+            ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
+        """
+        planned = list(map(self._planned, questions))
+        if not self.guard.refusal:
+            return planned
+        # They are answered under one policy, and one full prefill makes the others full.
+        full = next((one.request.policy for one in planned if one.request.policy.is_full), None)
+        return [
+            replace(one, request=replace(one.request, policy=full or one.request.policy))
+            for one in planned
+        ]
+
+    def plan_answers(self, questions: Sequence[Question]) -> list[Planned]:
+        """Likewise, with a warning the first time that a policy may cost answers."""
+        planned = self.plan(questions)
+        for one in planned:
+            self.guard.warn_of_loss(one.request)
+        return planned
+
+    def _planned(self, question: Question) -> Planned:
+        if question.is_completion:
+            request = self.planner.completion(question.text, **question.options)
+            return Planned(request, request)
+        wanted = given_policy(question.options.get("policy")) or self.guard.policy
+        policy, note = self.guard.gated(wanted, has_chunks=bool(question.chunks))
+        options = {**question.options, "policy": policy}
+        asked = self.planner.request(question.text, question.chunks, **options)
+        asked = self.guard.admitted(replace(asked, gate=note))
+        if self.joint is None or not asked.policy.joint:
+            return Planned(asked, asked)
+        return Planned(self.joint.arranged(asked), asked)
+
+
+def loader_of(
+    model: LanguageModel,
+    store: ChunkStore,
+    combinations: ChunkStore | None,
+    renderer: PromptRenderer,
+) -> ContextLoader | None:
+    """What brings chunks of a tenant; None for a model that keeps no keys and values.
+
+    Args:
+        model: The model.
+        store: Of chunks.
+        combinations: Of chunks that were computed together; None for none.
+        renderer: Of the tenant.
+    """
+    prefiller = Prefiller.of(model, store, renderer.prefix_ids, renderer.namespace)
+    if prefiller is None:
+        return None
+    joint = None if combinations is None else loader_of(model, combinations, None, renderer)
+    return ContextLoader(prefiller, renderer, joint)
+
+
+def _moved(loader: ContextLoader, renderer: PromptRenderer) -> ContextLoader:
+    """A loader of the same store for another tenant."""
+    prefiller = loader.prefiller.in_namespace(renderer.namespace)
+    return replace(loader, prefiller=prefiller, renderer=renderer)
