@@ -245,12 +245,12 @@ def ids_of(answers: list[Answer]) -> list[tuple[int, ...]]:
 def test_nothing_of_an_earlier_question_is_left_in_the_next() -> None:
     used = make_engine()
     reused = [used.generate(q, c, max_new_tokens=6) for q, c in many()]
-    buffer = access.runner(used).buffer.kept
+    buffer = access.runner(used).memory.kept
     fresh = []
     for question, chunks in many():
-        access.runner(used).buffer.kept = None
+        used.forget_buffer()
         fresh.append(used.generate(question, chunks, max_new_tokens=6))
-    assert buffer is not access.runner(used).buffer.kept
+    assert buffer is not access.runner(used).memory.kept
     assert ids_of(reused) == ids_of(fresh)
 
 

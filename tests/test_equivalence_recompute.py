@@ -180,7 +180,7 @@ def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> 
     policy = Picked(random_third, scheme)
     if refused(engine, policy):
         return
-    access.runner(engine).buffer.forget()  # a buffer that holds nothing of this prompt yet
+    access.runner(engine).memory.forget()  # a buffer that holds nothing of this prompt yet
     answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=5)
     told = engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=answer.token_ids[:-1])
     assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
@@ -209,7 +209,7 @@ def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
     ]
     for asked in (questions, questions[::3]):
         singles = [engine.generate(q, c, policy=policy, max_new_tokens=6) for q, c in asked]
-        access.runner(engine).buffer.forget()
+        access.runner(engine).memory.forget()
         batch = engine.generate_batch(asked, policy=policy, max_new_tokens=6)
         assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
         recomputed = [one.metrics.recomputed_tokens for one in singles]

@@ -261,7 +261,7 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
         engine.add_combination([TEXTS])
     expected = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
     assert mine.delete_namespace() >= len(TEXTS) + 1
-    assert access.runner(mine).buffer.kept is None
+    assert access.runner(mine).memory.kept is None
     assert not any(kept.memory.numel() for kept in rotary._KEPT_BY.values())
     prefiller: Any = access.prefiller(mine)
     assert (prefiller._computed_prefix, prefiller._stored_prefix) == (None, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError, NamedArguments
 from kvcache_rag.forks import new_lock
-from kvcache_rag.generation.context import PromptBuffer
+from kvcache_rag.generation.prompt_memory import PromptMemory
 from kvcache_rag.models.adapters import NO_ADAPTER
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import buffer_cache
@@ -131,7 +131,7 @@ class Auxiliary(NamedArguments):
         self.engine = engine
         self._name = ""
         self._look_at_model()
-        self._buffer = PromptBuffer(self._attention.model)
+        self._memory = PromptMemory(self._attention.model)
         self._lock = new_lock()
         # The other half is for the question.
         self._longest = (engine.context_window - len(engine._bound.capturing.prefix_ids)) // 2
@@ -199,7 +199,7 @@ class Auxiliary(NamedArguments):
     def forget_buffer(self) -> None:
         """Release the memory of the last chunks scored."""
         with self._lock:
-            self._buffer.forget()
+            self._memory.forget()
 
     def prefill(
         self,
@@ -294,7 +294,7 @@ class Auxiliary(NamedArguments):
         for piece in pieces:
             ends.append(ends[-1] + len(piece.planned))
         with self._lock, torch.inference_mode():
-            buffer = self._buffer.room(1, ends[-1] + len(query))
+            buffer = self._memory.room(1, ends[-1] + len(query))
             planned = [piece.planned for piece in pieces]
             loaded = self._loader.load(buffer, planned, "reordered")
             cache = buffer_cache(buffer, model.measured.kinds, ends[-1])

@@ -31,6 +31,7 @@ from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES
 from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows, without_none
 from kvcache_rag.generation.policy_guard import PolicyGuard
+from kvcache_rag.generation.prompt_memory import PromptMemory
 from kvcache_rag.generation.request import (
     Asked,
     ChunkInput,
@@ -110,6 +111,7 @@ class Engine(NamedArguments):
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
+        prompt_memory: int | None = None,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -136,6 +138,7 @@ class Engine(NamedArguments):
                 scorer of their own, in a thread beside the loading.
             gate: As `EngineSettings`; or a `Gate` or a `Verdict`.
             rotation: As `EngineSettings`.
+            prompt_memory: As `EngineSettings`.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -145,6 +148,8 @@ class Engine(NamedArguments):
         check_store("combinations", combinations)
         _check_parts(model, tokenizer, template)
         checked_mode(rotation)
+        if prompt_memory is not None and prompt_memory < 0:
+            raise InvalidInputError(f"prompt_memory must be a number of bytes, not {prompt_memory}")
         self._adapter = language_model(
             model, packed_attention=packed_attention, window=context_window
         )
@@ -194,6 +199,7 @@ class Engine(NamedArguments):
                 longest,
                 self.auxiliary,
                 self._options["rotation"],
+                PromptMemory(model, self._options["prompt_memory"]),
             )
         return Bound.of(runner, planner, self.tokenizer, guard)
 
@@ -220,6 +226,7 @@ class Engine(NamedArguments):
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
+        prompt_memory: int | None = None,
         **unknown: Never,
     ) -> Engine:
         """Load a model and make an engine for it.
@@ -245,6 +252,7 @@ class Engine(NamedArguments):
             auxiliary: Scores chunks.
             gate: Lets policies through.
             rotation: When keys are rotated.
+            prompt_memory: Bytes for the last prompts.
             unknown: None there are.
 
         Raises:
@@ -279,6 +287,7 @@ class Engine(NamedArguments):
             auxiliary=auxiliary,
             gate=gate,
             rotation=rotation,
+            prompt_memory=prompt_memory,
         )
 
     def __copy__(self) -> Self:
@@ -617,7 +626,7 @@ class Engine(NamedArguments):
             bound = self._bound
             if bound.joint is not None:
                 bound.joint.forget_all()
-            bound.runner.buffer.forget()
+            bound.runner.memory.forget()
             bound.renderer.forget()
             forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
@@ -626,7 +635,7 @@ class Engine(NamedArguments):
     def forget_buffer(self) -> None:
         """Release the memory of the last prompt, which the next one would have used again."""
         with self._lock:
-            self._bound.runner.buffer.forget()
+            self._bound.runner.memory.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)
         if forget is not None:
             forget()

@@ -66,6 +66,8 @@ class Metrics:
         references: Chunks given by a reference that holds, whose text was not tokenised.
         dropped_chunks: Chunks left out because the prompt would not fit.
         unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
+        continued_tokens: Tokens behind the chunks that were brought which were not computed either,
+            as one of the last prompts began alike; in a full prefill, of the whole prompt.
         answered_from: Numbers of the chunks that the answer was computed from, as they were given,
             in prompt order.
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
@@ -105,6 +107,7 @@ class Metrics:
     fresh_tokens: int = 0
     unused_chunks: int = 0
     answered_from: tuple[int, ...] = ()
+    continued_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,10 +117,11 @@ class Metrics:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that the model computed; a prefix that is reused is none of them."""
+        """Tokens of the prompt that the model computed; a prefix that is reused is none of them,
+        nor is what an earlier prompt left."""
         chunks = self.prefilled_tokens + self.recomputed_tokens + self.fresh_tokens
         prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
-        return chunks + self.query_tokens + prefix
+        return chunks + self.query_tokens + prefix - self.continued_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for response metadata; with the sums of tokens."""
@@ -189,6 +193,7 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
             "recomputed_tokens",
             "prefilled_tokens",
             "fresh_tokens",
+            "continued_tokens",
         ),
         "query_tokens",
     )

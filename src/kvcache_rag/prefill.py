@@ -204,14 +204,14 @@ class Prefiller:
     def _unrounded_prefix(self) -> ChunkKV:
         # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
         if self._computed_prefix is None:
-            if self._stored_prefix is not None and self._stores_as_computed:
+            if self._stored_prefix is not None and self.stores_as_computed:
                 self._computed_prefix = self._stored_prefix
             else:
                 self._computed_prefix = self.model.prefill(None, [self.prefix_ids])[0]
         return self._computed_prefix
 
     @property
-    def _stores_as_computed(self) -> bool:
+    def stores_as_computed(self) -> bool:
         """Whether what the store gives back is, bit for bit, what the model computed."""
         return self.position == "local" and isinstance(self.store.codec, Native)
 

@@ -190,6 +190,9 @@ class EngineOptions(BaseModel):
     auxiliary: PathText | None = None
     """Small model that chooses tokens for the policy cacheclip, named as a model is; it works on
     the CPU beside the model, its chunks lie in the same store."""
+    prompt_memory: Bytes | None = Field(default=None, ge=0)
+    """Memory for keys and values of the last prompts, such as 2GB: a prompt that begins like one of
+    them starts behind what they have in common (0: none does); without it that of the last one."""
     rotation: Literal["auto", "copied", "deferred"] | None = None
     """deferred attends to chunks where they lie in memory, without a copy per answer (on a GPU: in
     `MemoryStore(device=...)`), or `Metrics.not_deferred` says why not; copied never does; auto (if
@@ -431,6 +434,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             auxiliary=auxiliary,
             gate=self.gate,
             rotation=self.rotation or "auto",
+            prompt_memory=self.prompt_memory,
         )
 
     def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:

@@ -73,11 +73,11 @@ def cached_tokens(metrics: Metrics) -> int:
     """Tokens of the prompt whose keys and values were there before the request.
 
     These are the chunk tokens that came from the store (those that a policy computed again
-    included: `recomputed_tokens` counts them) and, where there are any, the prefix behind which
-    they were computed.  A request none of whose chunks was stored has none.
+    included: `recomputed_tokens` counts them), where there are any the prefix behind which they
+    were computed, and those that one of the last prompts left (`continued_tokens`).
     """
     prefix = metrics.prefix_tokens * metrics.rounds if metrics.reused_tokens else 0
-    return prefix + metrics.reused_tokens
+    return prefix + metrics.reused_tokens + metrics.continued_tokens
 
 
 class KVCacheReport(BaseModel):
@@ -100,6 +100,10 @@ class KVCacheReport(BaseModel):
     reused_tokens: int = Field(description="Chunk tokens that came from the store.")
     recomputed_tokens: int = Field(description="Context tokens that the policy computed again.")
     fresh_tokens: int = Field(description="Chunk tokens that were computed with the question.")
+    continued_tokens: int = Field(
+        description="Further tokens that were not computed, as one of the last prompts of the "
+        "tenant began alike."
+    )
     prefilled_tokens: int = Field(description="Chunk tokens that were computed.")
     query_tokens: int
     generated_tokens: int

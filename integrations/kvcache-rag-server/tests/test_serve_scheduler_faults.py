@@ -188,7 +188,7 @@ async def test_no_memory_is_kept_of_prompts_that_were_explained(backend: LocalBa
         await backend.explain(make_work(1, namespace=tenant, policy="cacheblend:0.5"))
     engines = access.engines(backend)
     await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
-    kept = {name: access.runner(engines.of(name)).buffer.kept is not None for name in "abc"}
+    kept = {name: access.runner(engines.of(name)).memory.kept is not None for name in "abc"}
     assert kept == {"a": True, "b": False, "c": False}, "the one that answers keeps its own"
 
 

@@ -35,14 +35,14 @@ _STEP: Final = getattr(getattr(Runnable, "_transform_stream_with_config", None),
 
 
 def usage(answer: Answer) -> UsageMetadata:
-    """Token counts in LangChain's form; `cache_read` is what came from the store."""
+    """Token counts in LangChain's form; `cache_read` is what was not computed."""
     metrics = answer.metrics
     return UsageMetadata(
         input_tokens=metrics.prompt_tokens,
         output_tokens=metrics.generated_tokens,
         total_tokens=metrics.prompt_tokens + metrics.generated_tokens,
         input_token_details=InputTokenDetails(
-            cache_read=metrics.reused_tokens,
+            cache_read=metrics.reused_tokens + metrics.continued_tokens,
             # A policy that reuses nothing computes chunks and keeps nothing of them.
             cache_creation=metrics.prefilled_tokens if metrics.misses else 0,
         ),

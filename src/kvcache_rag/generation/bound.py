@@ -151,8 +151,8 @@ class Bound:
         if loader is not None:
             stores = [one.prefiller.store for one in (loader, loader.combinations) if one]
             loader = loader_of(self.model, stores[0], stores[1], renderer)
-        runner = old.over(renderer, loader, old.auxiliary)
-        runner.buffer = old.buffer  # memory, whatever is in it
+        old.memory.outdate()
+        runner = old.over(renderer, loader, old.auxiliary, old.memory)
         guard = self.guard.rebound(app_model, runner.prefiller, renderer)
         planner = replace(self.planner, renderer=renderer)
         return Bound.of(runner, planner, self.tokenizer, guard)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,6 +24,7 @@ from kvcache_rag.models.deferred.support import (
 from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens, compute, recompute
+from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import StitchedRow
 
@@ -30,9 +33,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.generation.context import Prompt
+    from kvcache_rag.generation.prompt_memory import Beginning, PromptMemory
+    from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.loader import Shared
+
+_COMPUTED: Final = "computed"  # the beginning of a prompt that is no stored chunks
 
 _ALIGNMENT, _TENSORS = 64, 64  # bytes between tensors; tensors of a chunk at most
 
@@ -43,9 +50,20 @@ class BufferContext(Context):
 
     Attributes:
         buffer: Memory for keys and values.
+        memory: Where that is from.
+        beginning: What the next prompt may begin with; None if it may not.
     """
 
     buffer: KVBuffer | None = None
+    memory: PromptMemory | None = None
+    beginning: Beginning | None = None
+
+    def leave(self, answers: Sequence[Sequence[int]]) -> None:
+        # Without a token of an answer, its prompt may have been cancelled half computed.
+        if self.memory is not None and self.beginning is not None and answers[0]:
+            # The last token of an answer is not computed any more.
+            ids = [*self.rows[0].ids.tolist(), *answers[0][:-1]]
+            self.memory.leave(self.beginning, ids)
 
     def cache(self, missing: Sequence[int]) -> Any:
         if self.buffer is None:
@@ -54,7 +72,7 @@ class BufferContext(Context):
         width = max(row.shape.tokens for row in self.rows)
         # The input's columns of rows with fewer missing tokens begin inside what they hold.
         keep = [longest - count for count in missing]
-        if self.rotation == "copied":
+        if self.rotation != "deferred":
             held = torch.tensor(keep, device=self.model.device) if any(keep) else None
             return buffer_cache(self.buffer, layout.kinds, width - longest, held)
         rows = [
@@ -111,6 +129,30 @@ class BufferFiller(Filler):
                 why = str(error)
         return self._copied(prompts, why)
 
+    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
+        plain, row = super().computed(rows, request), rows[0]
+        limit = self.model.measured.limit
+        tokens = len(row.ids) + request.max_new_tokens
+        # Beyond its limit a model may compute the same beginning of a longer prompt otherwise.
+        if len(rows) > 1 or not self._lets_go_on(request) or (limit and tokens > limit):
+            return plain
+        ids = row.ids.tolist()
+        left = [(one.alike(ids), one) for one in self.memory.left(_COMPUTED)]
+        known, kept = max(left, key=itemgetter(0), default=(0, None))
+        if kept is None or not known:
+            buffer = self.memory.room(1, tokens)
+        else:
+            buffer = self.memory.going_on(kept, known, tokens)
+        row = replace(row, continued=known)
+        return BufferContext(
+            self.model, [row], buffer=buffer, memory=self.memory, beginning=_COMPUTED
+        )
+
+    def _lets_go_on(self, request: Request) -> bool:
+        """Whether the next prompt may go on from the only one of a request."""
+        # A state is that behind the last token; beams repeat and reorder rows.
+        return self.model.recurrent is None and not uses_beams(request.options)
+
     # ------------------------------------------------------------------ copied or deferred?
 
     def _why_copied(self, prompts: Sequence[Prompt]) -> str:
@@ -160,7 +202,7 @@ class BufferFiller(Filler):
         shared: Shared = {}
         codes = None
         if self._reads_codes(prompts):
-            codes = self.buffer.codes(self._stored_bytes(prompts))
+            codes = self.memory.codes(self._stored_bytes(prompts))
         rows = []
         for prompt in prompts:
             policy, loader = prompt.policy, self.loader.of(prompt.chunks)
@@ -170,7 +212,7 @@ class BufferFiller(Filler):
         # Memory for queries and answers alone.
         capacity = max(row.missing for row in rows) + prompts[0].request.max_new_tokens
         return BufferContext(
-            self.model, rows, "deferred", buffer=self.buffer.room(len(rows), capacity)
+            self.model, rows, "deferred", buffer=self.memory.room(len(rows), capacity)
         )
 
     def _stored_bytes(self, prompts: Sequence[Prompt]) -> int:
@@ -187,8 +229,14 @@ class BufferFiller(Filler):
 
     def _copied(self, prompts: Sequence[Prompt], why: str) -> Context:
         request, sizes = prompts[0].request, list(map(self._tokens, prompts))
+        beginning = self._beginning(prompts)
+        row = None if beginning is None else self._continued(prompts[0], beginning)
+        if row is not None and row.stitched is not None:
+            return BufferContext(
+                self.model, [row], "copied", why, row.stitched.buffer, self.memory, beginning
+            )
         width = max(sizes)
-        buffer = self.buffer.room(len(prompts), width + request.max_new_tokens)
+        buffer = self.memory.room(len(prompts), width + request.max_new_tokens)
         rows: list[ContextRow] = []
         known: dict[tuple[ContextChunk, ...], ContextRow] = {}
         for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
@@ -203,11 +251,57 @@ class BufferFiller(Filler):
                 known[prompt.chunks] = row
         if len(rows) > 1 and self.model.recurrent is not None:
             rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
-        return BufferContext(self.model, rows, "copied", why, buffer)
+        exact = self.loader.of(prompts[0].chunks).prefiller.stores_as_computed
+        if rows[0].loaded.misses and not exact:
+            beginning = None  # what was computed now is rounded when it is loaded
+        return BufferContext(self.model, rows, "copied", why, buffer, self.memory, beginning)
+
+    def _beginning(self, prompts: Sequence[Prompt]) -> Beginning | None:
+        """What the context of a prompt is made of; None if the next one cannot go on from it."""
+        first = prompts[0]
+        policy = first.policy
+        if (
+            len(prompts) > 1
+            or not policy.is_reuse
+            or policy.scaling is not None
+            or not self._lets_go_on(first.request)
+        ):
+            return None
+        keys = tuple((chunk.key, chunk.is_joint) for chunk in first.chunks)
+        return keys, policy.positions, policy.adjacent_query
+
+    def _continued(self, prompt: Prompt, beginning: Beginning) -> ContextRow | None:
+        """A prompt that goes on from one of the last ones; None if it begins otherwise."""
+        left = self.memory.left(beginning)
+        if not left:
+            return None
+        started, loader = time.perf_counter(), self.loader.of(prompt.chunks)
+        tiers = loader.tiers(prompt.chunks)
+        if not all(tiers):  # deleted, or evicted: it is computed and stored again
+            return None
+        chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
+        context = len(loader.prefiller.prefix_ids) + chunks
+        before = left[0].ids[:context]  # the same of all
+        ids = (*before, *prompt.query)
+        known, kept = max(((one.alike(ids), one) for one in left), key=itemgetter(0))
+        if known < context:
+            return None
+        buffer = self.memory.going_on(kept, known, len(ids) + prompt.request.max_new_tokens)
+        loaded = LoadedContext(
+            before,
+            load=time.perf_counter() - started,
+            hits=dict(Counter(tiers)),
+            reused_tokens=chunks,
+            begun=started,
+        )
+        whole, shape = self._joined(prompt, loaded)
+        stitched = StitchedRow(self.model, buffer, whole, shape)
+        row = ContextRow(whole, shape, loaded, prompt.policy, stitched)
+        return replace(row, continued=known - context)
 
     def choose(self, prompt: Prompt) -> ContextRow:
         room = self._tokens(prompt) + prompt.request.max_new_tokens
-        return self._chosen(prompt, self.buffer.room(1, room))
+        return self._chosen(prompt, self.memory.room(1, room))
 
     def _tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that have a place in its buffer."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores
 from kvcache_rag.prompt.offsets import chunk_text
@@ -27,18 +26,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.codecs import Room
+    from kvcache_rag.generation.prompt_memory import PromptMemory
     from kvcache_rag.generation.request import Request
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.loader import ContextLoader, LoadedContext
-
-# Room for generated tokens is rounded up, so that a buffer can serve the next question too.
-CAPACITY_STEP = 256
-CODES_STEP = 4 << 20  # the same, in bytes of chunks in the form of a codec
-_ALIGNMENT, _TENSORS = 64, 64  # bytes between tensors; tensors of a chunk at most
 
 RotationMode = Literal["auto", "copied", "deferred"]
 """`copied`: keys are copied and rotated; `deferred`: chunks stay where they lie, and the query is
@@ -101,6 +95,7 @@ class ContextRow:
         heard_query: Whether the choice was made by what the query asks (`RowSignals.heard_query`).
         is_copy: Whether all that was done for another row of the batch.
         is_advanced: Whether the query but its last token was computed by itself.
+        continued: First tokens of the query whose keys and values the last prompt left.
     """
 
     ids: Tensor
@@ -116,17 +111,20 @@ class ContextRow:
     heard_query: bool = False
     is_copy: bool = False
     is_advanced: bool = False
+    continued: int = 0
 
     @property
     def missing(self) -> int:
         """Last tokens of the prompt that generating has to compute.
 
-        The query; its last token, once tokens were computed again and the query with them.
+        The query, or what the last prompt left open of it; its last token, once tokens were
+        computed again and the query with them.
         """
         in_order = self.stitched is not None and self.stitched.model.recurrent is not None
         is_computed = self.selected is not None and not self.is_copy and not in_order
         is_query = not self.is_advanced and not is_computed
-        return self.shape.tokens - self.shape.context_tokens if is_query else 1
+        open_ = self.shape.tokens - self.shape.context_tokens - self.continued
+        return open_ if is_query else 1
 
     @property
     def steps(self) -> dict[str, float]:
@@ -151,6 +149,7 @@ class ContextRow:
             "missed": loaded.missed,
             "recomputed_tokens": self.recomputed_tokens,
             "auxiliary_misses": self.scorer_misses,
+            "continued_tokens": self.continued,
             "policy": repr(self.policy),
         }
 
@@ -198,6 +197,13 @@ class Context:
         """
         return nullcontext()
 
+    def leave(self, answers: Sequence[Sequence[int]]) -> None:  # nothing is held
+        """Let the next prompt begin with what was computed for this one.
+
+        Args:
+            answers: Ids that were generated for each prompt, one behind the other.
+        """
+
     def costs(self, row: int) -> dict[str, Any]:
         """What the context of one prompt adds to its `Metrics`."""
         return {
@@ -205,53 +211,6 @@ class Context:
             "rotation": self.rotation,
             "not_deferred": self.not_deferred,
         }
-
-
-class PromptBuffer:
-    """Memory for prompts: that of the last ones serves the next, if it is large enough.
-
-    Attributes:
-        kept: What is there, or None.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self.kept: KVBuffer | None = None
-        self._codes: Tensor | None = None  # (nbytes,) uint8
-
-    def room(self, rows: int, capacity: int) -> KVBuffer:
-        """A buffer of at least `capacity` tokens per row, with anything in it."""
-        kept = self.kept
-        if kept is None or kept.rows < rows or kept.capacity < capacity:
-            self.kept = None  # release the old one before the new one is made
-            rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
-            layout = self._model.measured.chunk_layout
-            kept = self.kept = KVBuffer.allocate(layout, rows, rounded, self._model.device)
-        return kept.narrowed(rows)
-
-    def codes(self, nbytes: int) -> Room:
-        """Memory for chunks in the form of a codec, `nbytes` for all of them, with anything in it.
-
-        Fresh memory costs more page faults than reading a file into it.
-        """
-        if self._codes is None or len(self._codes) < nbytes:
-            self._codes = None
-            with torch.inference_mode(mode=False):
-                self._codes = torch.empty(-(-nbytes // CODES_STEP) * CODES_STEP, dtype=torch.uint8)
-        memory, used = self._codes, 0
-
-        def room(count: int) -> Tensor:
-            nonlocal used
-            begin, used = used, used + -(-count // _ALIGNMENT) * _ALIGNMENT
-            if used > len(memory):
-                return torch.empty(count, dtype=torch.uint8)
-            return memory[begin : begin + count]
-
-        return room
-
-    def forget(self) -> None:
-        self.kept = self._codes = None
-        self._model.forget()
 
 
 def checked_mode(mode: RotationMode) -> RotationMode:
@@ -268,7 +227,7 @@ class Filler(ABC):
         model: The model.
         tokenizer: Its tokenizer.
         loader: Loads chunks, or computes them.
-        buffer: Memory for prompts.
+        memory: Of prompts.
         auxiliary: Scores chunks for policies that bring no scorer of their own.
         rotation: What the caller wants.
     """
@@ -278,13 +237,13 @@ class Filler(ABC):
         model: LanguageModel,
         tokenizer: Any,
         loader: ContextLoader,
-        buffer: PromptBuffer,
+        memory: PromptMemory,
         auxiliary: Scorer | None,
         rotation: RotationMode,
     ) -> None:
-        """Fill `buffer`, or what the model has in place of one."""
+        """Fill buffers of `memory`, or what the model has in place of these."""
         self.model, self.tokenizer, self.loader = model, tokenizer, loader
-        self.buffer, self.auxiliary, self.rotation = buffer, auxiliary, rotation
+        self.memory, self.auxiliary, self.rotation = memory, auxiliary, rotation
 
     def ensure_possible(self, prompt: Prompt) -> None:  # noqa: B027  # others can all
         """Raise `UnsupportedModelError` if chunks cannot be used as a prompt's policy wants."""
@@ -307,6 +266,10 @@ class Filler(ABC):
                     for prompt in prompts
                 ]
             )
+
+    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
+        """Prompts of which everything is computed, whose requests are alike."""
+        return Context(self.model, rows)
 
     @abstractmethod
     def _fill(self, prompts: Sequence[Prompt]) -> Context:

@@ -202,7 +202,7 @@ def _choice(runner: Runner, prompt: Prompt, chunks: tuple[ContextChunk, ...]) ->
     try:
         row = runner.filler.choose(replace(prompt, chunks=chunks))
     except BaseException:
-        runner.buffer.forget()  # as when an answer fails
+        runner.memory.forget()  # as when an answer fails
         raise
     return _Choice(row.policy, tiers, prefilled, row.selected, row.choosing)
 

@@ -18,8 +18,8 @@ from kvcache_rag.generation.context import (
     ContextRow,
     Filler,
     Prompt,
-    PromptBuffer,
 )
+from kvcache_rag.generation.prompt_memory import PromptMemory
 from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.generation.text_decoder import TextDecoder
 from kvcache_rag.metrics import Answer, Metrics, joined
@@ -50,7 +50,7 @@ class Runner:
     """Runs prompts on a model.  Not thread-safe: the engine holds a lock around it.
 
     Attributes:
-        buffer: Memory for prompts.
+        memory: Of prompts.
         filler: Brings their contexts; None for a model that keeps no keys and values.
         is_choosy: Whether there are chunks and policies that the model cannot answer by.
         watch: Is told when what was done; None while nobody wants to know.
@@ -66,6 +66,7 @@ class Runner:
         longest: int,
         auxiliary: Scorer | None = None,
         rotation: RotationMode = "auto",
+        memory: PromptMemory | None = None,
     ) -> None:
         """Answer with `model`.
 
@@ -78,17 +79,18 @@ class Runner:
             longest: That of a full prefill.
             auxiliary: Scores chunks for policies that bring no scorer of their own.
             rotation: Whether keys are copied and rotated, or the query is rotated.
+            memory: Of prompts; None for one of its own.
         """
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader, self.window, self.longest = loader, window, longest
         self.auxiliary, self.rotation = auxiliary, rotation
-        self.buffer = PromptBuffer(model)
+        self.memory = memory or PromptMemory(model)
         self.is_choosy = loader is None or model.measured.by_place or model.has_cells
         self.watch: AnswerWatch | None = None
         self.filler: Filler | None = None
         if loader is not None:
             self.filler = _filler_of(model)(
-                model, tokenizer, loader, self.buffer, auxiliary, rotation
+                model, tokenizer, loader, self.memory, auxiliary, rotation
             )
 
     @property
@@ -97,12 +99,24 @@ class Runner:
         return None if self.loader is None else self.loader.prefiller
 
     def over(
-        self, renderer: PromptRenderer, loader: ContextLoader | None, auxiliary: Scorer | None
+        self,
+        renderer: PromptRenderer,
+        loader: ContextLoader | None,
+        auxiliary: Scorer | None,
+        memory: PromptMemory | None = None,
     ) -> Runner:
-        """For other prompts and chunks, with a buffer of its own."""
-        model, tokenizer = self.model, renderer.encoder.tokenizer
-        limits = self.window, self.longest
-        return Runner(model, tokenizer, renderer, loader, *limits, auxiliary, self.rotation)
+        """For other prompts and chunks."""
+        return Runner(
+            self.model,
+            renderer.encoder.tokenizer,
+            renderer,
+            loader,
+            self.window,
+            self.longest,
+            auxiliary,
+            self.rotation,
+            memory or PromptMemory(self.model, self.memory.limit),
+        )
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
@@ -238,15 +252,15 @@ class Runner:
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
-        query = len(prompt.query)
-        wanted = query - prompt.fresh_tokens
+        wanted = len(prompt.query) - prompt.fresh_tokens
 
         def passed(context: Context) -> Tensor:
             (row,) = context.rows
             # The whole query, also where generating would compute its last token alone.
             first = row.shape.context_tokens
             with context.attended():
-                cache, positions = context.cache([query]), torch.arange(first, len(row.ids))
+                cache = context.cache([len(row.ids) - first])
+                positions = torch.arange(first, len(row.ids))
                 logits = self.model.forward(row.ids[None, first:], cache, positions, keep=wanted)
             return logits[0].float().cpu()  # (query without chunks, vocabulary)
 
@@ -269,7 +283,7 @@ class Runner:
                     context = self._context(prompts)
                 return run(context)
         except BaseException:
-            self.buffer.forget()  # what was interrupted may have left anything in it
+            self.memory.forget()  # what was interrupted may have left anything in it
             raise
 
     def _context(self, prompts: Sequence[Prompt]) -> Context:
@@ -286,7 +300,10 @@ class Runner:
                     self.ensure_capturable(prompt)
             if self.filler is not None:
                 return self.filler.fill(prompts)
-        return Context(self.model, [self._plain(prompt) for prompt in prompts])
+        rows = [self._plain(prompt) for prompt in prompts]
+        if self.filler is None:
+            return Context(self.model, rows)
+        return self.filler.computed(rows, prompts[0].request)
 
     def ensure_planned(self, request: Request, tokens: int) -> None:
         """Raise `OtherLengthsError` if a prompt of so many tokens is not what was planned.
@@ -345,6 +362,7 @@ class Runner:
                 emit=watch,
                 cancelled=cancelled,
             )
+        context.leave(generated.rows)
         if watch is None:
             generated = replace(generated, rows=tuple(map(_pushed, decoders, generated.rows)))
         for decoder in decoders:

@@ -271,7 +271,7 @@ def _answered(answer: Answer, watch: AnswerWatch, size: int) -> dict[str, Any]:
     return {
         "gen_ai.usage.input_tokens": metrics.prompt_tokens,
         "gen_ai.usage.output_tokens": metrics.generated_tokens,
-        "gen_ai.usage.cache_read.input_tokens": metrics.reused_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.reused_tokens + metrics.continued_tokens,
         "gen_ai.usage.cache_creation.input_tokens": sum(miss.tokens for miss in metrics.missed),
         "gen_ai.response.finish_reasons": [answer.finish_reason],
         **(streamed if watch.streams else {}),

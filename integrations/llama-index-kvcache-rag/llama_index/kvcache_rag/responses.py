@@ -187,7 +187,7 @@ def _finished(answer: Answer, prompt: Prompt, delta: str | None = None) -> Compl
         "completion_tokens": metrics.generated_tokens,
         "total_tokens": metrics.prompt_tokens + metrics.generated_tokens,
         # As OpenAI writes it, and OpenInference's spans read it.
-        "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens + metrics.continued_tokens},
     }
     return CompletionResponse(
         text=answer.text,

@@ -1,0 +1,216 @@
+"""A prompt that begins like one of the last ones starts behind that, with the same logits."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import access
+import pytest
+import torch
+from laws import LONG_QUESTION, QUESTION, TEXTS, TOLERANCE, TURNS, Recorder, error, make_engine
+from torch import Tensor
+from zoo import FAMILIES, build, byte_tokenizer
+
+from kvcache_rag import (
+    Answer,
+    BestFew,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    Reuse,
+)
+from kvcache_rag.policies import BestLast, CacheBlend
+
+POLICIES = [FullRecompute(), Reuse(), BestFew(2), BestLast(0.5)]
+OTHER = "Who was it, and when?"
+
+
+def asked(engine: Engine, question: str, texts: list[str] = TEXTS, **options: Any) -> Answer:
+    return engine.generate(question, texts, **{"max_new_tokens": 4, **options})
+
+
+def steps(engine: Engine, question: str, texts: list[str] = TEXTS, **options: Any) -> Tensor:
+    """Logits of an answer, `(tokens, vocabulary)`."""
+    seen = Recorder()
+    asked(engine, question, texts, logits_processor=[seen], **options)
+    return torch.cat(seen.steps)
+
+
+def alone(engine: Engine, question: str, texts: list[str] = TEXTS, **options: Any) -> Tensor:
+    engine.forget_buffer()
+    return steps(engine, question, texts, **options)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Engine:
+    made: Engine = make_engine(request.param)
+    return made
+
+
+@pytest.fixture
+def engine() -> Engine:
+    made: Engine = make_engine("qwen2")
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_law_what_begins_alike_goes_on_alike(family: Engine, policy: Any) -> None:
+    if family.refusal and policy.moves_chunks:
+        return
+    cases = [
+        (QUESTION, {}),
+        (OTHER, {}),
+        (LONG_QUESTION, {"history": TURNS}),
+        (OTHER, {"history": TURNS}),
+    ]
+    references = [alone(family, question, policy=policy, **more) for question, more in cases]
+    family.forget_buffer()
+    for (question, more), reference in zip(cases, references, strict=True):
+        found = steps(family, question, policy=policy, **more)
+        assert error(found, reference) < TOLERANCE
+    again = asked(family, OTHER, policy=policy, history=TURNS).metrics
+    whole = again.prompt_tokens - (0 if policy.is_full else again.prefix_tokens)
+    assert again.continued_tokens == whole - again.reused_tokens - 1
+
+
+def test_law_it_would_notice_other_keys(engine: Engine) -> None:
+    reference = alone(engine, OTHER, policy=Reuse())
+    asked(engine, QUESTION, policy=Reuse())
+    kept = access.runner(engine).memory.kept
+    assert kept is not None
+    for tensors in kept.tensors:
+        for tensor in tensors:
+            tensor.mul_(1.5)
+    assert error(steps(engine, OTHER, policy=Reuse()), reference) > 10 * TOLERANCE
+
+
+def test_a_chat_computes_its_new_tokens_only(engine: Engine) -> None:
+    turns: list[dict[str, str]] = []
+    for number in range(6):
+        question = f"And number {number}?"
+        metrics = asked(engine, question, history=turns, policy=Reuse()).metrics
+        turns += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"It was {number}."},
+        ]
+        new = metrics.query_tokens - metrics.continued_tokens
+        assert not number or new < 80
+    assert metrics.query_tokens > 300
+
+
+def test_what_is_left_is_not_gone_on_from_where_it_is_something_else(engine: Engine) -> None:
+    def continued(*texts: str, **options: Any) -> int:
+        asked(engine, QUESTION, policy=Reuse())
+        asked(engine, QUESTION, policy=Reuse())  # nothing is missing now
+        options = {"policy": Reuse(), **options}
+        return asked(engine, OTHER, [*texts], **options).metrics.continued_tokens
+
+    assert continued(*TEXTS) > 0
+    assert continued(*TEXTS[::-1]) == 0
+    assert continued(*TEXTS[:2]) == 0
+    assert continued(*TEXTS, policy=FullRecompute()) == 0
+    assert continued(*TEXTS, policy=Reuse(positions="composite")) == 0
+    assert continued(*TEXTS, policy=CacheBlend(0.5)) == 0
+    assert continued(*TEXTS, num_beams=2) == 0
+
+
+def test_deleted_chunks_are_computed_again(engine: Engine) -> None:
+    keys = engine.add(TEXTS)
+    asked(engine, QUESTION, policy=Reuse())
+    engine.delete(keys[:1])
+    metrics = asked(engine, QUESTION, policy=Reuse()).metrics
+    assert (metrics.continued_tokens, metrics.misses) == (0, 1)
+    engine.delete_namespace()
+    assert access.runner(engine).memory.kept is None
+
+
+def test_other_weights_and_other_tenants_begin_anew(engine: Engine) -> None:
+    for policy in (Reuse(), FullRecompute()):
+        asked(engine, QUESTION, policy=policy)
+        assert asked(engine, QUESTION, policy=policy).metrics.continued_tokens > 0
+        other = engine.in_namespace("other")
+        assert asked(other, QUESTION, policy=policy).metrics.continued_tokens == 0
+        with torch.no_grad():
+            next(iter(engine.model.parameters())).add_(0.5)
+        assert asked(engine, QUESTION, policy=policy).metrics.continued_tokens == 0
+        reference = alone(engine, OTHER, policy=policy)
+        asked(engine, QUESTION, policy=policy)
+        assert error(steps(engine, OTHER, policy=policy), reference) < TOLERANCE
+
+
+def test_an_answer_that_was_cancelled_leaves_what_it_had(engine: Engine) -> None:
+    cancelled = threading.Event()
+    engine.add(TEXTS)
+    stream = engine.stream(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=40)
+    next(stream)
+    stream.close()
+    assert asked(engine, QUESTION, policy=Reuse()).metrics.continued_tokens > 0
+    reference = alone(engine, OTHER, policy=Reuse())
+    cancelled.set()
+    engine.forget_buffer()
+    asked(engine, QUESTION, policy=Reuse(), cancelled=cancelled)  # before its first token
+    assert error(steps(engine, OTHER, policy=Reuse()), reference) < TOLERANCE
+
+
+def test_sampled_answers_and_batches(engine: Engine) -> None:
+    engine.add(TEXTS)
+    reference = alone(engine, OTHER, policy=Reuse())
+    torch.manual_seed(3)
+    asked(engine, QUESTION, policy=Reuse(), do_sample=True, temperature=1.5, max_new_tokens=9)
+    assert error(steps(engine, OTHER, policy=Reuse()), reference) < TOLERANCE
+    batch = engine.generate_batch([(QUESTION, TEXTS), (OTHER, TEXTS)], policy=Reuse())
+    assert [one.metrics.continued_tokens for one in batch] == [0, 0]
+    assert asked(engine, OTHER, policy=Reuse()).metrics.continued_tokens == 0
+
+
+def test_a_prompt_that_is_longer_than_its_buffer_takes_its_beginning_along(engine: Engine) -> None:
+    engine.add(TEXTS)
+    long = "Who was it? " * 40
+    reference = alone(engine, f"{QUESTION} {long}", policy=Reuse())
+    engine.forget_buffer()
+    asked(engine, QUESTION, policy=Reuse())
+    small = access.runner(engine).memory.kept
+    found = steps(engine, f"{QUESTION} {long}", policy=Reuse())
+    assert access.runner(engine).memory.kept is not small
+    assert error(found, reference) < TOLERANCE
+
+
+def test_several_prompts_as_far_as_there_is_memory() -> None:
+    lists = [TEXTS[:2], TEXTS[1:], TEXTS[::-1]]
+
+    def continued(limit: int | None) -> list[bool]:
+        engine = make_engine("qwen2", prompt_memory=limit)
+        engine.add(TEXTS)
+        for texts in lists * 2:
+            found = [asked(engine, OTHER, texts, policy=Reuse()).metrics for texts in lists]
+        return [one.continued_tokens > 0 for one in found]
+
+    assert continued(None) == [False] * 3
+    assert continued(0) == [False] * 3
+    assert continued(1 << 30) == [True] * 3
+    engine = make_engine("qwen2", prompt_memory=0)
+    asked(engine, OTHER, policy=Reuse())
+    assert asked(engine, OTHER, policy=Reuse()).metrics.continued_tokens == 0
+    with pytest.raises(InvalidInputError, match="prompt_memory must be a number of bytes"):
+        make_engine("qwen2", prompt_memory=-1)
+
+
+def test_a_prompt_with_another_end_keeps_the_first_one_where_there_is_memory() -> None:
+    engine = make_engine("qwen2", prompt_memory=1 << 30)
+    engine.add(TEXTS)
+    other = "Where? " * 60
+    for question in (f"{QUESTION} {'x ' * 200}", other, f"{QUESTION} {'x ' * 200}"):
+        metrics = asked(engine, question, policy=Reuse()).metrics
+    assert metrics.continued_tokens == metrics.query_tokens - 1
+
+
+def test_rounded_chunks_are_gone_on_from_as_they_were_loaded() -> None:
+    engine = Engine(
+        build("qwen2"), byte_tokenizer(), store=MemoryStore(codec="int8"), rotation="copied"
+    )
+    first = asked(engine, QUESTION, policy=Reuse()).metrics
+    assert first.misses == len(TEXTS)
+    assert asked(engine, QUESTION, policy=Reuse()).metrics.continued_tokens == 0
+    assert asked(engine, QUESTION, policy=Reuse()).metrics.continued_tokens > 0
