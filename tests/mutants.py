@@ -21,12 +21,14 @@ import traceback
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+T = TypeVar("T")
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TABLE: Final = Path(__file__).with_suffix(".toml")
@@ -124,7 +126,7 @@ def table() -> list[Mutant]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[no-redef]
     rows = tomllib.loads(TABLE.read_text("utf-8"))["mutant"]
     mutants = [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
     twice = {one.law for one in mutants if sum(one.law == other.law for other in mutants) > 1}
@@ -204,10 +206,10 @@ def forked(source: Path, tests: Sequence[str]) -> int:
 
 # ------------------------------------------------------------------ all of them
 def outcomes(
-    jobs: Iterable[tuple[Mutant | None, Path, Sequence[str]]], workers: int
-) -> Iterator[tuple[Mutant | None, Outcome, float]]:
+    jobs: Iterable[tuple[T, Path, Sequence[str]]], workers: int
+) -> Iterator[tuple[T, Outcome, float]]:
     """How tests end against copies, so many at a time, and in how many seconds; copies go."""
-    waiting, running = iter(jobs), dict[int, tuple[Mutant | None, Path, float]]()
+    waiting, running = iter(jobs), dict[int, tuple[T, Path, float]]()
     job = next(waiting, None)
     while job is not None or running:
         while job is not None and len(running) < workers:
@@ -249,9 +251,7 @@ def plain_failures(source: Path, mutants: Sequence[Mutant], workers: int) -> lis
     return [*(outcome.words for outcome in ends if wrong), *sorted(wrong)]
 
 
-def broken(
-    source: Path, mutants: Sequence[Mutant]
-) -> Iterator[tuple[Mutant | None, Path, Sequence[str]]]:
+def broken(source: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Path, Sequence[str]]]:
     """A copy with each mutant, made when it is asked for."""
     for mutant in mutants:
         copy = copied(source, source.parent)
@@ -301,8 +301,6 @@ def main() -> int:
         say(f"the tests pass, {time.perf_counter() - started:.0f} s")
         tried = outcomes(broken(source, mutants), workers)
         for number, (mutant, outcome, seconds) in enumerate(tried, 1):
-            if mutant is None:
-                continue
             survivors += not outcome.is_noticed
             said = "noticed" if outcome.is_noticed else survivor(mutant, outcome)
             place = f"{number:3}/{len(mutants)} {seconds:4.0f} s"
