@@ -10,6 +10,8 @@ OR_SAY := || { echo "pip could not install all of it; is a package index within 
 WORKERS ?= 2
 # Further arguments of `kvcache-rag demo`, such as --questions 6.
 DEMO ?=
+# Words of mutants to try alone, such as signing, for `make mutants`.
+MUTANTS ?=
 # Arguments of `make bench-serving`, such as --corpus FILE or --quick.
 SERVING ?=
 # Arguments of `make bench-peers`, such as --models smollm2 MODEL.gguf or --vllm-venv FOLDER.
@@ -80,7 +82,7 @@ export UV_LINK_MODE ?= copy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks mutants soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -124,6 +126,9 @@ test-upstream: $(VENV)/.installed-dev ## Run langchain-chroma's own tests agains
 
 notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with their kept outputs
 	$(BIN)/pytest notebooks -q -n 0
+
+mutants: $(VENV)/.installed-dev ## Break one law of the core at a time and see that a test notices (minutes); MUTANTS= words of some
+	$(BIN)/python tests/mutants.py --workers $(WORKERS) $(MUTANTS)
 
 # Those that measure how long others wait, or use both processors themselves, run alone.
 ALONE := $(addprefix tests/soak/test_,$(addsuffix .py,fuzz quota_soak serve_bodies_soak serve_prefetch_processes))

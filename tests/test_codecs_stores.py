@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from zoo import build, byte_tokenizer
 
 import tests.contracts as contracts
-from kvcache_rag.codecs import Codec, Int4, Int8
+from kvcache_rag import Engine
+from kvcache_rag.codecs import CODECS, Codec, Int4, Int8
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
 from tests.contracts import LAYOUTS, StoreContract, empty_chunk, flat, key_of
@@ -145,6 +147,14 @@ def test_memory_that_keeps_no_such_form_says_so() -> None:
 
 class TestInt4DiskStore(QuantisedDiskContract):
     codec = Int4()
+
+
+def test_chunks_of_every_codec_have_keys_of_their_own() -> None:
+    specs = set()
+    for codec in CODECS:
+        store = RemoteStore("memory://bucket/kv", codec=codec)
+        specs.add(Engine(build("qwen2"), byte_tokenizer(), store=store).spec)
+    assert len(specs) == len(CODECS)
 
 
 def test_a_codec_by_name(tmp_path: Path) -> None:

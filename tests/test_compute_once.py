@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
+import torch
 from forks import forkserver
 from zoo import build, byte_tokenizer
 
@@ -201,3 +202,16 @@ def test_a_prefix_that_is_read_gives_the_chunks_that_a_computed_one_gives(tmp_pa
             for tensor, other in zip(mine, theirs, strict=True):
                 assert tensor.equal(other)
     assert len(prefix) == keys[0].start
+
+
+def test_chunks_attend_to_the_prefix_as_it_was_computed_and_not_as_it_was_rounded() -> None:
+    shared, other = MemoryStore(codec="int8"), MemoryStore(codec="int8")
+    engine_of(shared).generate("Who?", TEXTS[:1], max_new_tokens=1)
+    later, alone = engine_of(shared), engine_of(other)
+    later.generate("Who?", TEXTS[:1], max_new_tokens=1)  # reads the prefix
+    (key,) = later.add(TEXTS[1:2])
+    assert alone.add(TEXTS[1:2]) == [key]
+    layout = access.chunk_layout(later)
+    found, expected = (store.get(key, layout).chunk for store in (shared, other))
+    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
+        assert all(map(torch.equal, mine, theirs))

@@ -14,13 +14,20 @@ from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
 from kvcache_rag import Engine, FullRecompute, PromptTemplate, Reuse
 from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.integration import open_engine
-from kvcache_rag.kv.rotary import NO_ROTATION
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
 from kvcache_rag.models import hf
 from kvcache_rag.models.attention.packed import packed_attention
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.probe import PROBE_TOKENS, ProbeSubject, measure_layout
+from kvcache_rag.models.rotation import FrequencySet, LayerKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from torch import Tensor
+
+    from kvcache_rag.models.probe import LayerCache
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 CAPTURABLE = ("gpt2", "opt", "hunyuan")
@@ -62,6 +69,38 @@ def test_mla_keeps_its_rotary_part_in_the_value_slot() -> None:
     assert plain == NO_ROTATION
     assert rotated.style == "half"
     assert not group.layout.is_fused
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [Rotation("half", 8, 8, 0), Rotation("interleaved", 8, 8, 0, reverse=True)],
+    ids=str,
+)
+def test_rotary_columns_may_stand_last(rotation: Rotation) -> None:
+    """As in whole keys of MLA, which transformers cached before 5.16; no family does now."""
+    frequency = FrequencySet("of the test", lambda _: 100.0 ** -(torch.arange(4) / 4))
+    keys, values = torch.randn(2, 1, 2, PROBE_TOKENS, 16).unbind()
+    nowhere = torch.zeros(PROBE_TOKENS, dtype=torch.long)
+
+    def capture(ids: Tensor, start: int) -> Sequence[LayerCache]:
+        places = torch.arange(start, start + ids.shape[1])
+        return [(rotate(keys, rotation, frequency.at_rest(), nowhere, places), values)]
+
+    subject = ProbeSubject(
+        name="of the test",
+        capture=capture,
+        behind=capture,
+        kinds=(LayerKind(),),
+        frequencies=(frequency,),
+        dtype=torch.float32,
+        vocabulary=300,
+        limit=2048,
+        takes_positions=True,
+    )
+    layout = measure_layout(subject)
+    (group,) = layout.groups
+    assert (group.key_rotation, group.value_rotation) == (rotation, NO_ROTATION)
+    assert layout.immovable == ""
 
 
 def test_layers_that_share_a_cache_store_nothing() -> None:

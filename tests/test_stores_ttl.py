@@ -73,6 +73,7 @@ def test_use_does_not_lengthen_the_life_of_a_chunk(store: DiskStore) -> None:
     age(store.path(KEY), 20)
     store.touch(KEY)
     assert not is_held(store)
+    assert store.sweep() == 1
 
 
 def test_use_saves_a_chunk_from_eviction_all_the_same(store: DiskStore) -> None:
