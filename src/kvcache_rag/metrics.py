@@ -117,8 +117,7 @@ class Metrics:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that the model computed; a prefix that is reused is none of them,
-        nor is what an earlier prompt left."""
+        """Tokens of the prompt that the model computed, without a prefix that is reused."""
         chunks = self.prefilled_tokens + self.recomputed_tokens + self.fresh_tokens
         prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
         return chunks + self.query_tokens + prefix - self.continued_tokens

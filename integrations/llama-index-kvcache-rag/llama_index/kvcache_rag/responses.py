@@ -182,12 +182,13 @@ async def aresponses(
 
 def _finished(answer: Answer, prompt: Prompt, delta: str | None = None) -> CompletionResponse:
     metrics = answer.metrics
+    cached = metrics.reused_tokens + metrics.continued_tokens
     usage = {
         "prompt_tokens": metrics.prompt_tokens,
         "completion_tokens": metrics.generated_tokens,
         "total_tokens": metrics.prompt_tokens + metrics.generated_tokens,
         # As OpenAI writes it, and OpenInference's spans read it.
-        "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens + metrics.continued_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
     return CompletionResponse(
         text=answer.text,
