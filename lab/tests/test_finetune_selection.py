@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from reader_file import reader_data
 from test_finetune_learner import TEMPLATE, TEXTS, encoder, make_learner
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MemoryStore
 from kvcache_rag.auxiliary import Auxiliary
-from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, ReaderData, finetune
+from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, finetune
 from kvcache_rag_lab.finetune.selection import (
     AttentionView,
     SelectionEncoder,
@@ -123,7 +124,7 @@ def test_an_auxiliary_model_learns_to_look(tmp_path: Path, teacher: Any, lora: i
     config = FinetuneConfig(
         str(small),
         tmp_path / "out",
-        ReaderData(kinds=("single",), documents=(3,), facts=(1,), questions=3),
+        reader_data(documents=3),
         objective="selection",
         teacher=teacher,
         lora=lora,
@@ -144,7 +145,7 @@ def test_an_auxiliary_model_learns_to_look(tmp_path: Path, teacher: Any, lora: i
 
 def test_settings_that_no_auxiliary_model_has_are_refused(tmp_path: Path) -> None:
     def make(**changes: Any) -> FinetuneConfig:
-        return FinetuneConfig("tiny", tmp_path / "out", ReaderData(), **changes)
+        return FinetuneConfig("tiny", tmp_path / "out", JsonlData(tmp_path / "qa.jsonl"), **changes)
 
     with pytest.raises(InvalidInputError, match="reordered chunks"):
         make(objective="selection", positions="composite")

@@ -17,7 +17,7 @@ from kvcache_rag.commands.options import (
 if TYPE_CHECKING:
     import argparse
 
-    from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, ReaderData, Report
+    from kvcache_rag_lab.finetune import FinetuneConfig, Report
 
 HELP = "fine-tune a model under the block mask, or an auxiliary model to choose tokens"
 
@@ -41,21 +41,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="FILE",
         type=Path,
+        required=True,
         help='JSONL of {"question", "answers": [...], "documents": [{"text", "relevant"}, ...]}',
     )
-    data.add_argument(
-        "--task", choices=("reader",), help="questions of the reader's generator instead of a file"
-    )
-    data.add_argument(
-        "--kinds",
-        nargs="+",
-        default=[],
-        metavar="KIND[:WEIGHT]",
-        help="of the reader's questions (default: mix, several kinds as in its own training)",
-    )
-    for flag, default, text in (("documents", 6, "context"), ("facts", 4, "document")):
-        how: dict[str, Any] = {"type": whole(), "metavar": "N", "default": [default]}
-        data.add_argument(f"--{flag}", nargs="+", help=f"reader: per {text} ({default})", **how)
     data.add_argument(
         "--per-context",
         metavar="N",
@@ -183,7 +171,7 @@ def kept(arguments: argparse.Namespace) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
-    from kvcache_rag_lab.finetune import FinetuneConfig
+    from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 
     same = (
         *("model", "out", "work", "plain", "positions", "objective", "teacher", "block_share"),
@@ -192,25 +180,8 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
         *("attention", "seed", "holdout", "save_every", "device"),
     )
     return FinetuneConfig(
-        data=_data(arguments), **{name: getattr(arguments, name) for name in same}
-    )
-
-
-def _data(arguments: argparse.Namespace) -> JsonlData | ReaderData:
-    from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag_lab.finetune import JsonlData, ReaderData
-
-    if (arguments.data is None) == (arguments.task is None):
-        raise InvalidInputError("say what to learn from: --data FILE or --task reader, one of them")
-    if arguments.data is not None:
-        if arguments.kinds:
-            raise InvalidInputError("--kinds belongs to --task reader; leave it out with --data")
-        return JsonlData(arguments.data, arguments.per_context)
-    return ReaderData(
-        kinds=tuple(arguments.kinds) or ("mix",),
-        documents=tuple(arguments.documents),
-        facts=tuple(arguments.facts),
-        questions=arguments.per_context,
+        data=JsonlData(arguments.data, arguments.per_context),
+        **{name: getattr(arguments, name) for name in same},
     )
 
 

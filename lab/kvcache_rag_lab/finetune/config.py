@@ -46,29 +46,6 @@ class JsonlData:
 
 
 @dataclass(frozen=True)
-class ReaderData:
-    """Document question answering from the reader's generator, without end.
-
-    Attributes:
-        kinds: Of `kvcache_rag_lab.reader.KINDS`, each `name` or `name:weight`; "mix" is the mix of
-            kinds that the reader learned to read with.
-        documents: Documents of a context; each context draws one of these numbers.
-        facts: Facts of a document, likewise.
-        questions: Questions of a context at most.
-        names: Pools that names come from, one drawn per context.
-    """
-
-    kinds: tuple[str, ...] = ("mix",)
-    documents: tuple[int, ...] = (6,)
-    facts: tuple[int, ...] = (4,)
-    questions: int = 14
-    names: tuple[str, ...] = ("train", "wide_train")
-
-    def __post_init__(self) -> None:
-        check_settings(ReaderData, vars(self))
-
-
-@dataclass(frozen=True)
 class FinetuneConfig:
     """Everything a run depends on.
 
@@ -122,7 +99,7 @@ class FinetuneConfig:
 
     model: str
     out: Path
-    data: JsonlData | ReaderData
+    data: JsonlData
     plain: Path | None = None
     positions: PositionScheme = "reordered"
     objective: Objective = "answers"
