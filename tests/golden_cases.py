@@ -155,13 +155,6 @@ FINETUNES: Final = {
         device="cpu",
         work=Path("work"),
     ),
-    "selection": FinetuneConfig(
-        model="tiny",
-        out=Path("out"),
-        data=JsonlData(Path("questions.jsonl")),
-        objective="selection",
-        teacher="tiny",
-    ),
 }
 RECORDS: Final = (
     Record(

@@ -201,11 +201,6 @@ def test_fine_tuning_under_the_block_mask_says_so(
     assert Engine.from_pretrained(model_path()).policy == Reuse()
 
 
-def test_what_only_learns_to_attend_is_not_trained_to_answer(tmp_path: Path) -> None:
-    config = FinetuneConfig("tiny", tmp_path / "out", reader_data(), objective="selection")
-    assert not config.teaches_blocks
-
-
 # ---------------------------------------------------------------------- the untrained default
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_untrained_default_answers_over_any_number_of_chunks(count: int) -> None:

@@ -206,7 +206,6 @@ def test_the_command_trains_a_model(small: Path, tmp_path: Path, more: tuple[str
     [
         (("--gradient-checkpointing",), "gradient_checkpointing"),
         (("--positions", "composite"), "reordered"),
-        (("--objective", "selection"), "recurrent"),
     ],
     ids=str,
 )

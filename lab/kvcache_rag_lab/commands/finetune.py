@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag_lab.finetune import FinetuneConfig, Report
 
-HELP = "fine-tune a model under the block mask, or an auxiliary model to choose tokens"
+HELP = "fine-tune a model under the block mask, so that it reads cached chunks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,17 +69,6 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         help="of chunks (reordered)",
     )
     recipe.add_argument(
-        "--objective",
-        choices=("answers", "selection"),
-        default="answers",
-        help="selection: attend to what matters, for CacheClip's auxiliary model (answers)",
-    )
-    recipe.add_argument(
-        "--teacher",
-        metavar="MODEL",
-        help="selection: whose attention is the target (default: documents marked relevant)",
-    )
-    recipe.add_argument(
         "--block-share",
         metavar="SHARE",
         type=number(0, 1),
@@ -95,7 +84,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         "--plain-share",
         metavar="SHARE",
         type=number(0, 1),
-        help="of plain batches (default 0.5; 0 for selection)",
+        help="of plain batches (default 0.5)",
     )
     _add_count(recipe, "--steps", 300, "optimiser steps")
     _add_count(recipe, "--accumulate", 2, "forward passes per step")
@@ -156,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     config.check_folders()
     check_file_there("--data", arguments.data)
     check_file_there("--plain", arguments.plain)
-    ready(EngineSettings.of(arguments, auxiliary=config.teacher))
+    ready(EngineSettings.of(arguments))
     from kvcache_rag_lab.finetune import finetune
 
     report = finetune(config, show_progress=not arguments.quiet)
@@ -174,7 +163,7 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
     from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 
     same = (
-        *("model", "out", "work", "plain", "positions", "objective", "teacher", "block_share"),
+        *("model", "out", "work", "plain", "positions", "block_share"),
         *("both_masks", "plain_share", "steps", "batch_tokens", "accumulate", "rate", "warm_up"),
         *("weight_decay", "clip", "lora", "keep_adapter", "precision", "gradient_checkpointing"),
         *("attention", "seed", "holdout", "save_every", "device"),

@@ -3,7 +3,6 @@
 TurboRAG's recipe (arXiv 2410.07590, section 3.3) for any model whose chunks can be moved: the
 training forward is the stitched computation itself, in one pass of the stock transformers model, or
 in one per chunk where layers are recurrent.
-Also CacheClip's (arXiv 2510.10129): an auxiliary model that learns where to look.
 
 - `FinetuneConfig`, `JsonlData`: the settings.
 - `finetune`: runs it; `Report`: what it did.

@@ -267,12 +267,10 @@ class TargetSpan:
     Attributes:
         prompt: Ids that are read only.
         target: Ids that are learned, each from everything before it.
-        weights: For "selection": how much each chunk token matters, any scale; empty otherwise.
     """
 
     prompt: tuple[int, ...]
     target: tuple[int, ...]
-    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
