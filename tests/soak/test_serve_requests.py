@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from kvcache_rag import Engine
-from kvcache_rag_lab.reader import collection
+from kvcache_rag_lab.reader import examples
 from tests.fuzz.targets import TARGETS
 from tests.reliability import record
 
@@ -80,11 +80,10 @@ class Figures:
 def questions() -> list[Asked]:
     alone = Engine.from_pretrained("tiny", device="cpu")
     found = []
-    known = collection()
-    for start in range(0, 3 * CONTEXTS, 3):
-        documents = known.documents[start : start + 3]
-        within = [one for one in known.questions if start <= one.documents[0] < start + 3]
-        for one in within[:2]:
+    known = (*examples("single"), *examples("same_relation"))
+    for example in known[:CONTEXTS]:
+        documents = example.documents[:3]
+        for one in example.questions[:2]:
             answer = alone.generate(one.text, documents, max_new_tokens=TOKENS)
             found.append(Asked(one.text, documents, answer.text))
     return found
