@@ -19,8 +19,7 @@ from kvcache_rag.kv import ChunkKV
 from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.verdict import Identity
-from kvcache_rag_lab.finetune.config import FinetuneConfig, JsonlData, ReaderData
-from kvcache_rag_lab.reader import make_example
+from kvcache_rag_lab.finetune.config import FinetuneConfig, JsonlData
 from kvcache_rag_lab.scoring.ask import Place, Record
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_server.backend import (
@@ -48,9 +47,8 @@ def to_json(values: Any) -> str:
 
 
 # ---------------------------------------------------------------------- chunks
-EXAMPLE: Final = make_example(5, documents=2, facts=1, questions=1)
-TEXTS: Final = EXAMPLE.documents
-QUESTION: Final = EXAMPLE.questions[0].text
+TEXTS: Final = ("The staff size of Skonhi is 3874.", "Bekli was born in Vegruwu.")
+QUESTION: Final = "What is the staff size of Skonhi?"
 TENANT: Final = "acme"
 VARIANTS: Final = {
     "native-bfloat16": ("native", "bfloat16"),
@@ -156,13 +154,6 @@ FINETUNES: Final = {
         seed=11,
         device="cpu",
         work=Path("work"),
-    ),
-    "reader": FinetuneConfig(
-        model="tiny",
-        out=Path("out"),
-        data=ReaderData(kinds=("single:2", "several"), documents=(2, 3), facts=(1,)),
-        objective="selection",
-        teacher="tiny",
     ),
 }
 RECORDS: Final = (

@@ -1,7 +1,8 @@
 """A trained hybrid that is small enough to come along: what it reads, and what it must answer.
 
-193,000 parameters, three gated delta layers of four; trained by `lab/benchmarks/hybrid_answers.py`
-on whole prompts alone, as public weights are.  A fact is `entity value .`, between other words.
+193,000 parameters, three gated delta layers of four; trained on whole prompts alone, as public
+weights are (`lab/benchmarks/hybrid_answers.py` of commit 00c4d022).  A fact is `entity value .`,
+between other words.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from kvcache_rag.generation import StoredChunk
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag_lab.evaluation.auxiliary import _main_weights, attention_agreement
-from kvcache_rag_lab.reader import make_example
+from kvcache_rag_lab.reader import examples
 
-EXAMPLE = make_example(3, kind="two_hop")
+EXAMPLE = examples("two_hop")[0]
 DOCUMENTS = list(EXAMPLE.documents)
 QUESTIONS = [question.text for question in EXAMPLE.questions]
 CLIP = CacheClip(ratio=0.5)

@@ -126,7 +126,7 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
         (["demo", "--model", "tiny"], "there is no option --model; say MODEL without it ("),
         (["build", "tiny", "c", "--json", "f"], "no option --json; it is --report now ("),
         (
-            ["finetune", "t", "--out=o", "--questions=4"],
+            ["finetune", "t", "--out=o", "--data=d", "--questions=4"],
             "no option --questions; it is --per-context now (",
         ),
         (["store", "ls", "--kv-dir", "kv"], "no option --kv-dir; say KV_DIR without it ("),

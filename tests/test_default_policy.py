@@ -15,6 +15,7 @@ from laws import (
     error,
 )
 from peft import LoraConfig, get_peft_model
+from reader_file import reader_data
 from transformers import AutoModelForCausalLM
 from zoo import build, byte_tokenizer
 
@@ -42,7 +43,7 @@ from kvcache_rag.models.adapters import (
 )
 from kvcache_rag.models.weights import model_identity
 from kvcache_rag.policies.default import UNTRAINED, WIDE, default_policy
-from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
+from kvcache_rag_lab.finetune import FinetuneConfig, finetune
 from kvcache_rag_lab.reader import model_path
 from kvcache_rag_server.local import LocalBackend
 
@@ -189,21 +190,15 @@ def test_peft_loads_an_adapter_that_says_so_without_a_word(adapter: Path, tmp_pa
 def test_fine_tuning_under_the_block_mask_says_so(
     tmp_path: Path, lora: int, recipe: dict[str, Any], says: bool
 ) -> None:
-    data = ReaderData(kinds=("single",), documents=(2,), facts=(1,), questions=2)
     out = tmp_path / "out"
     config = FinetuneConfig(
-        "tiny", out, data, steps=1, batch_tokens=700, holdout=1, lora=lora, device="cpu",
+        "tiny", out, reader_data(), steps=1, batch_tokens=700, holdout=1, lora=lora, device="cpu",
         keep_adapter=bool(lora), **recipe,
     )  # fmt: skip
     finetune(config)
     assert (out / TRAINING_FILE).is_file() == (says and bool(lora))
     assert Engine.from_pretrained(out).policy == default_policy(trained=says)
     assert Engine.from_pretrained(model_path()).policy == Reuse()
-
-
-def test_what_only_learns_to_attend_is_not_trained_to_answer(tmp_path: Path) -> None:
-    config = FinetuneConfig("tiny", tmp_path / "out", ReaderData(), objective="selection")
-    assert not config.teaches_blocks
 
 
 # ---------------------------------------------------------------------- the untrained default

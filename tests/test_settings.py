@@ -33,7 +33,7 @@ from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.kv.chunk import ChunkKey, chunk_key, spec_digest
 from kvcache_rag.verdict import Gate
 from kvcache_rag_lab.finetune import FinetuneConfig
-from kvcache_rag_lab.finetune.config import JsonlData, ReaderData
+from kvcache_rag_lab.finetune.config import JsonlData
 from kvcache_rag_server.prefetch import Prefetcher
 from tests.contracts import LAYOUT, key_of, make_chunk
 
@@ -77,9 +77,8 @@ def owners(
         "CacheClip": CacheClip,
         "Ape": Ape,
         "FinetuneConfig": partial(
-            FinetuneConfig, model="tiny", out=folder / "out", data=ReaderData()
+            FinetuneConfig, model="tiny", out=folder / "out", data=JsonlData(Path("train.jsonl"))
         ),
-        "ReaderData": ReaderData,
         "JsonlData": partial(JsonlData, Path("train.jsonl")),
     }
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from golden_surfaces import projects
 from peft import LoraConfig, get_peft_model
+from reader_file import reader_data
 from safetensors.torch import load_file, save_file
 
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate, Reuse
@@ -24,7 +25,7 @@ from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.prompt.template import FILE_NAME
-from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
+from kvcache_rag_lab.finetune import FinetuneConfig, finetune
 from training.smollm2 import publish as publishing
 from training.smollm2.card import model_card
 from training.smollm2.publish import LIMIT, PLACE, TRAINING, main, publish
@@ -68,9 +69,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def trained(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that fine-tuning writes."""
     folder = tmp_path_factory.mktemp("trained") / "adapter"
-    data = ReaderData(kinds=("single",), documents=(2,), facts=(1,), questions=2)
     config = FinetuneConfig(
-        "smollm2", folder, data, steps=2, batch_tokens=700, holdout=2, rate=1e-2, lora=4,
+        "smollm2", folder, reader_data(), steps=2, batch_tokens=700, holdout=2, rate=1e-2, lora=4,
         keep_adapter=True, precision="bf16", device="cpu",
     )  # fmt: skip
     finetune(config)

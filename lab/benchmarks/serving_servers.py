@@ -29,8 +29,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from benchmarks.hit_ratio import popularity
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -106,7 +104,8 @@ def draw_requests(
         raise ValueError(f"{documents} documents are too few for {top_k} per request")
     order, picks, gaps = (np.random.default_rng([seed, which]) for which in range(3))
     ranked = order.permutation(documents)
-    weights = popularity(documents, STREAMS[stream])
+    weights = np.arange(1, documents + 1, dtype=np.float64) ** -STREAMS[stream]
+    weights /= weights.sum()
     asked: list[Asked] = []
     at = 0.0
     for number in range(count):

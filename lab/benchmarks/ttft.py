@@ -249,14 +249,6 @@ def row_of(
     return None
 
 
-def median_of(
-    rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
-) -> float | None:
-    """The median of one side, None if it was not measured."""
-    found = row_of(rows, case, side, measure)
-    return None if found is None else found.median
-
-
 @dataclass(frozen=True)
 class Ratio:
     """One side over another, in one case of one run.

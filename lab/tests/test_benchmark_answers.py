@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks import answers, few
+from benchmarks import answers
 from benchmarks.answers import SETS, in_first_half
 from benchmarks.answers_scores import (
     Results,
@@ -417,12 +417,3 @@ def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
     again = [row for row in made["scores"] if row["model"] == "qwen05"]
     for kept, fresh in zip(best, again, strict=True):
         assert kept["right"]["value"] == pytest.approx(fresh["right"]["value"], abs=1e-4)
-
-
-def test_what_first_documents_and_distances_are_told_of() -> None:
-    near = Question("n", "Who keeps the lighthouse?", ("A shop.", "The lighthouse."), ("x",))
-    hit, miss = (replace(near, relevant=(place,), scores=(1.0, 0.0)) for place in (1, 0))
-    assert few.first_needed([hit, miss, near]) == (0.5, 0.5), "one has no right document"
-    assert few.first_needed([replace(hit, scores=(0.0, 0.0))]) == (0, 1), "the words say it"
-    assert few.distances(near)[0] == 0
-    assert few.auroc([1.0, 2.0], [2.0, 3.0]) == 0.875

@@ -11,8 +11,9 @@ import pytest
 from kvcache_rag import InvalidInputError, cli
 from kvcache_rag.codecs import CODECS
 from kvcache_rag_lab.commands import evaluate
-from kvcache_rag_lab.evaluation.tasks import examples
-from kvcache_rag_lab.reader import KINDS
+from kvcache_rag_lab.evaluation import tasks
+from kvcache_rag_lab.evaluation.tasks import task_by_name
+from kvcache_rag_lab.reader import KINDS, examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,9 +31,10 @@ def groups(file: Path) -> list[dict[str, Any]]:
 
 
 def test_another_seed_asks_other_questions() -> None:
-    one, other = (examples("single", 4, seed, 6, 4) for seed in (0, 1))
+    task = task_by_name("reader_single")
+    one, other = (task.questions(4, seed) for seed in (0, 1))
     assert one != other
-    assert one == examples("single", 4, 0, 6, 4)
+    assert one == task.questions(4)
 
 
 def test_the_reader_is_asked_all_its_kinds(
@@ -88,7 +90,7 @@ def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_folder_of_results_takes_more_policies_and_more_k(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "new" / "folder"
     given = ("--task", "reader_single", "--questions", "4", "--timed", "2", "--out", str(out))
@@ -104,8 +106,9 @@ def test_a_folder_of_results_takes_more_policies_and_more_k(
     shares = {row["policy"]: row["recomputed_share"] for row in found[1]["rows"]}
     assert shares["full"] == 1
     assert 0 < shares["legolink:2"] < shares["cacheblend:0.3"] == pytest.approx(0.3, abs=0.05)
+    monkeypatch.setattr(tasks, "examples", lambda _: examples("alias"))
     with pytest.raises(InvalidInputError, match="other questions"):
-        evaluate.run(arguments(*given, "--facts", "3", "--policies", "full", "--k", "2"))
+        evaluate.run(arguments(*given, "--policies", "full", "--k", "2"))
 
 
 def test_a_set_is_cut_alike_under_both_of_its_names(tmp_path: Path) -> None:
@@ -170,7 +173,7 @@ def test_differences_are_printed_below_the_floor(
     [
         (["--kv-codec", "int8", "--policies", "full"], "reuses chunks"),
         (["--questions", "0"], "--questions must"),
-        (["--facts", "0"], "--facts must"),
+        (["--length", "0"], "--length must"),
         (["--k", "2", "0"], "--k must"),
         (["--batch", "0"], "--batch must"),
         (["--timed", "-1"], "--timed must be at least 0, not -1"),

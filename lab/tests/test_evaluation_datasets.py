@@ -23,7 +23,6 @@ from kvcache_rag_lab.evaluation.datasets import (
     hotpot_questions,
     musique_questions,
     read_questions,
-    read_workload,
     rgb_questions,
     split_text,
     squad_questions,
@@ -118,23 +117,6 @@ def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode() + b"\r\n\r\n")
     assert len(read_questions(path)) == 1
-
-
-def test_a_caching_workload_joins_two_files(tmp_path: Path) -> None:
-    corpus = written(
-        tmp_path / "corpus.jsonl",
-        {"id": "p1", "title": "Harbour", "text": "Two ferries."},
-        {"id": "p2", "title": "Tower", "text": "One keeper."},
-    )
-    query = {"id": "q1", "question": "How many ferries?", "answers": ["Two"], "gold": "p1"}
-    workload = read_workload(corpus, written(tmp_path / "queries.jsonl", query))
-    assert workload.documents == {"p1": "Two ferries.", "p2": "One keeper."}
-    assert [(one.question, one.answers, one.gold) for one in workload.queries] == [
-        ("How many ferries?", ("Two",), "p1")
-    ]
-    lost = written(tmp_path / "lost.jsonl", query, {**query, "id": "q2", "gold": "p9"})
-    with pytest.raises(InvalidInputError, match=r"line 2: the row names the document 'p9'"):
-        read_workload(corpus, lost)
 
 
 def test_top_k_keeps_relevant_documents_and_the_order() -> None:

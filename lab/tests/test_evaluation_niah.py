@@ -1,4 +1,4 @@
-"""Needles in haystacks: RULER's format, lengths by a tokenizer, and the reader's own language."""
+"""Needles in haystacks: RULER's format, lengths by a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 from small import make_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError
+from kvcache_rag import InvalidInputError
 from kvcache_rag_lab.evaluation.niah import (
     ANSWER_TOKENS,
-    READER_VARIANTS,
     VARIANTS,
     key_words,
     needle_question,
-    reader_needle_question,
 )
 from kvcache_rag_lab.evaluation.tasks import task_by_name
 from kvcache_rag_lab.reader import KINDS
-from kvcache_rag_lab.reader.language import RELATIONS, vocabulary
-from kvcache_rag_lab.reader.names import names
 
 if TYPE_CHECKING:
     from kvcache_rag_lab.scoring.question import Question
@@ -189,80 +185,11 @@ def test_answers_are_scored_by_the_share_of_values_named() -> None:
     assert (task.max_new_tokens, task.instruction) == (128, VARIANTS["niah_multivalue"].instruction)
 
 
-def stating(document: str) -> list[str]:
-    """The relation that each sentence states."""
-    found = []
-    for sentence in re.findall(r"[^.]+\.", document):
-        forms = [
-            relation.name
-            for relation in RELATIONS
-            for form in relation.statements
-            if re.fullmatch(
-                re.escape(form).replace(r"\{s\}", ".+").replace(r"\{v\}", ".+"), sentence.strip()
-            )
-        ]
-        assert len(set(forms)) == 1, sentence
-        found.append(forms[0])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "stated", "values"),
-    [
-        ("niah_reader_single", 1, 1),
-        ("niah_reader_multikey_1", 4, 1),
-        ("niah_reader_multikey_2", 24, 1),
-        ("niah_reader_multivalue", 24, 2),
-    ],
-)
-def test_readers_needles_are_facts_among_facts(name: str, stated: int, values: int) -> None:
-    known = vocabulary() | {word.lower() for word in names("held_out")}
-    for seed in range(20):
-        question = reader_needle_question(name, seed)
-        assert question == reader_needle_question(name, seed)
-        assert [len(stating(document)) for document in question.chunks] == [4] * 6
-        asked = next(
-            relation.name
-            for relation in RELATIONS
-            for form in relation.questions
-            if re.fullmatch(re.escape(form).replace(r"\{s\}", ".+"), question.question)
-        )
-        said = [one for document in question.chunks for one in stating(document)]
-        assert said.count(asked) == stated
-        assert len(question.answers) == values
-        for answer in question.answers:
-            places = [
-                i for i, text in enumerate(question.chunks) if re.search(rf"\b{answer}\b", text)
-            ]
-            assert set(places) & set(question.relevant)
-        text = " ".join((*question.chunks, question.question))
-        assert {word.lower() for word in re.findall(r"[A-Za-z]+", text)} <= known
-    found = {place for seed in range(60) for place in reader_needle_question(name, seed).relevant}
-    assert found == set(range(6))
-    with pytest.raises(InvalidInputError, match=r"does not fit into 1 documents of 1 facts"):
-        reader_needle_question("niah_reader_multikey_1", 0, documents=1, facts=1)
-    with pytest.raises(InvalidInputError, match="no needle task"):
-        reader_needle_question("niah_reader_multiquery", 0)
-
-
-def test_the_packaged_reader_finds_them() -> None:
-    engine = Engine.from_pretrained("tiny")
-    task = task_by_name("niah_reader_multikey_1")
-    asked = task.questions(16)
-    answers = engine.generate_batch(
-        [(one.question, one.chunks) for one in asked],
-        policy=FullRecompute(),
-        max_new_tokens=task.max_new_tokens,
-    )
-    scores = [task.score(one.text, question) for one, question in zip(answers, asked, strict=True)]
-    assert sum(score["reference_coverage"] for score in scores) >= 14
-
-
-def test_every_variant_is_a_task() -> None:
-    for name in (*READER_VARIANTS, *(f"reader_{kind}" for kind in KINDS)):
+def test_the_readers_kinds_are_tasks() -> None:
+    for name in (f"reader_{kind}" for kind in KINDS):
         task = task_by_name(name)
         few, more = task.questions(5), task.questions(9)
-        assert more[:5] == few
+        assert {one.id for one in few} < {one.id for one in more}
         assert len({one.id for one in more}) == 9
         gold = [task.score(", ".join(one.answers), one)[task.metric] for one in more]
         assert gold == [1] * 9
@@ -273,4 +200,4 @@ def test_every_variant_is_a_task() -> None:
             set(one.chunks) <= set(all_.chunks) for one, all_ in zip(fewer, more, strict=True)
         )
         assert {len(one.chunks) for one in fewer} == {2}
-        assert {len(one.chunks) for one in task.questions(2, k=8)} == {8}
+        assert {len(one.chunks) for one in task.questions(2, k=8)} == {6}

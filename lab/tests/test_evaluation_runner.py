@@ -15,8 +15,8 @@ from kvcache_rag import Combination, DiskStore, Engine, FullRecompute, InvalidIn
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag_lab.evaluation.runner import evaluate, make_cells
-from kvcache_rag_lab.evaluation.tasks import examples
 from kvcache_rag_lab.evaluation.verification import Verification
+from kvcache_rag_lab.reader import examples
 from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, divergences, rotated
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_lab.scoring.statistics import Share
@@ -33,7 +33,7 @@ CELLS = make_cells(POLICIES)
 
 @dataclass(frozen=True)
 class Reading:
-    """Questions of the reader's generator, scored letter for letter."""
+    """Questions of the packaged reader, scored letter for letter."""
 
     name: str = "reading"
     metric: str = "right"
@@ -46,11 +46,17 @@ class Reading:
 
     def questions(self, n: int | None, seed: int = 0, k: int | None = None) -> list[Question]:
         found = [
-            Question(f"{number}/{place}", one.text, example.documents[:k], (one.answer,))
-            for number, example in enumerate(examples(self.kind, n or 8, seed, self.documents, 2))
+            Question(
+                f"{number}/{place}",
+                one.text,
+                example.documents[: k or self.documents],
+                (one.answer,),
+            )
+            for number, example in enumerate(examples(self.kind)[seed:])
             for place, one in enumerate(example.questions)
+            if max(one.documents, default=0) < self.documents
         ]
-        return found[:n]
+        return found[: n or 8]
 
     def score(self, answer: str, question: Question) -> dict[str, float]:
         (right,) = question.answers

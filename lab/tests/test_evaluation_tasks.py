@@ -12,7 +12,7 @@ import pytest
 from kvcache_rag import InvalidInputError
 from kvcache_rag_lab.evaluation.datasets import split_documents
 from kvcache_rag_lab.evaluation.tasks import RGB, SETS, task_by_name, task_names
-from kvcache_rag_lab.reader.language import REFUSAL
+from kvcache_rag_lab.reader import REFUSAL
 from kvcache_rag_lab.scoring.question import Question
 
 if TYPE_CHECKING:

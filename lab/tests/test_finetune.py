@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from reader_file import reader_data
 from safetensors.torch import load_file
 from zoo import build, byte_tokenizer
 
@@ -20,12 +21,12 @@ from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.errors import MissingExtraError, UnsupportedModelError
 from kvcache_rag.prompt.template import FILE_NAME
-from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, ReaderData, Report, finetune
+from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, Report, finetune
 from kvcache_rag_lab.finetune.loop import Trainer
 from kvcache_rag_lab.finetune.sources import open_data
 
 NAMES = ("Ada", "Bob", "Cid", "Dot", "Eve", "Fay", "Gus", "Hal", "Ivy", "Jon", "Kim", "Lea")
-READER = ReaderData(kinds=("single", "two_hop:0.5"), documents=(2,), facts=(2,), questions=4)
+READER = reader_data()
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -161,9 +162,8 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(
     small: Path, finished: tuple[Path, Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "model"
-    words = ["finetune", str(small), "--out", str(out), "--task", "reader", "--quiet"]
-    words += ["--kinds", "single", "two_hop:0.5", "--documents", "2", "--facts", "2"]
-    words += ["--per-context", "4", "--steps", "4", "--batch-tokens", "700", "--holdout", "3"]
+    words = ["finetune", str(small), "--out", str(out), "--data", str(READER.path), "--quiet"]
+    words += ["--steps", "4", "--batch-tokens", "700", "--holdout", "3"]
     words += ["--rate", "1e-3", "--device", "cpu", "--both-masks"]
     real = Trainer._step
 
@@ -242,7 +242,7 @@ def test_the_packaged_reader_keeps_its_dtype_and_template(tmp_path: Path) -> Non
     config = settings("tiny", tmp_path / "model", steps=1, precision="bf16", positions="composite")
     report = finetune(config)
     assert {value.dtype for value in weights(tmp_path / "model").values()} == {torch.bfloat16}
-    assert report.before["free"].exact_match == 1.0, "the reader refuses without documents"
+    assert report.before["free"].exact_match == 0.0, "the reader refuses without documents"
     assert report.before["block"].exact_match > 0.7
     engine = Engine.from_pretrained(tmp_path / "model", device="cpu")
     (example,) = open_data(READER, None, seed=5, holdout=1).held_qa
@@ -269,15 +269,10 @@ def test_refusals_of_the_command(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "out")]
-    reader = ["--task", "reader"]
+    reader = ["--data", str(READER.path)]
     missing = str(tmp_path / "missing")
-    assert "one of them" in refusal([str(small), *out], capsys)
     assert "--data must be a file" in refusal([str(small), *out, "--data", missing], capsys)
     assert "there is no model folder" in refusal([missing, *out, *reader], capsys)
-    assert "kinds: mix, single" in refusal([str(small), *out, *reader, "--kinds", "odd"], capsys)
-    assert "--task reader" in refusal(
-        [str(small), *out, "--data", missing, "--kinds", "single"], capsys
-    )
     assert "--block-share must be at least 0 and at most 1, not 2" in refusal(
         [str(small), *out, *reader, "--block-share", "2"], capsys
     )
@@ -399,35 +394,3 @@ def test_a_loss_that_is_no_number_is_said(
 def test_samples_that_never_fit_are_said(small: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="raise batch_tokens"):
         finetune(settings(small, tmp_path / "model", batch_tokens=20))
-
-
-@pytest.mark.parametrize("kinds", [("mix",), ("pronoun:2", "alias", "mix:0.5")])
-def test_the_readers_questions_are_drawn_by_number_and_never_with_held_out_names(
-    kinds: tuple[str, ...],
-) -> None:
-    data = dataclasses.replace(READER, kinds=kinds, documents=(3, 4), facts=(3,))
-    first, again = (open_data(data, None, seed=1, holdout=5) for _ in range(2))
-    drawn = [first.qa.draw(number) for number in range(20)]
-    assert drawn == [again.qa.draw(number) for number in range(20)]
-    assert len(set(drawn)) == 20
-    assert {len(sample.documents) for sample in drawn} == {3, 4}
-    assert first.held_qa == again.held_qa
-    assert first.held_qa != open_data(data, None, seed=2, holdout=5).held_qa
-    assert all(
-        asked.answer == "not found" for sample in first.held_free for asked in sample.questions
-    )
-    assert all(
-        asked.relevant
-        for sample in drawn
-        for asked in sample.questions
-        if asked.answer != "not found"
-    )
-    held = {
-        asked.answer
-        for sample in first.held_qa
-        for asked in sample.questions
-        if asked.answer.istitle()
-    }
-    learned = " ".join(text for sample in drawn for text in sample.documents).split()
-    assert held
-    assert held.isdisjoint(word.strip(".,") for word in learned)

@@ -14,7 +14,7 @@ from zoo import BY_PLACE, SEVERAL, build, byte_tokenizer
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.prompt.renderer import PromptRenderer
-from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, attention
+from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, attention
 from kvcache_rag_lab.finetune.attention import use_tiled_attention
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss
 from kvcache_rag_lab.finetune.packing import IGNORED, lay_out
@@ -44,7 +44,9 @@ SAMPLE = QASample(
 
 def make_learner(name: str, positions: Any = "reordered", **settings: Any) -> Learner:
     """A learner of a model that is not on disk."""
-    config = FinetuneConfig("unused", Path("unused"), ReaderData(), positions=positions, **settings)
+    config = FinetuneConfig(
+        "unused", Path("unused"), JsonlData(Path("unused")), positions=positions, **settings
+    )
     adapter = TransformersModel(build(name), packed_attention=False)
     use_tiled_attention(adapter.model)
     return Learner(adapter, byte_tokenizer(), TEMPLATE, True, config, torch.float32)

@@ -7,9 +7,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from reader_file import reader_data
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, Measure, ReaderData, Report
+from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, Measure, Report
 from kvcache_rag_lab.finetune.loop import RunFolder
 from kvcache_rag_lab.finetune.run import finetune
 from kvcache_rag_lab.finetune.sources import Listed, open_data
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def settings(out: Path, **changes: Any) -> FinetuneConfig:
-    return FinetuneConfig(**{"model": "tiny", "out": out, "data": ReaderData(), **changes})
+    return FinetuneConfig(**{"model": "tiny", "out": out, "data": reader_data(), **changes})
 
 
 def test_a_model_that_does_not_load_leaves_nothing_that_stops_the_next_one(tmp_path: Path) -> None:

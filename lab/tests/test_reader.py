@@ -1,185 +1,183 @@
-"""The reader's language and examples: deterministic, answerable from the documents, held out."""
+"""The packaged reader: what its corpus holds, and that it reads it, and names of any spelling."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 import re
+import string
 import subprocess
 import sys
-from functools import lru_cache
+from typing import Any, Final
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag_lab.reader import KINDS, ReaderExample, ReaderQuestion, make_corpus, make_example
-from kvcache_rag_lab.reader.contexts import World
-from kvcache_rag_lab.reader.language import REFUSAL, RELATIONS, vocabulary
-from kvcache_rag_lab.reader.names import names
+from kvcache_rag import Engine, FullRecompute, Reuse
+from kvcache_rag_lab.reader import KINDS, REFUSAL, collection, examples, model_path
 
-NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)?"
-SINGLE = ("single", "same_relation")
-
-
-@lru_cache
-def patterns(field: str) -> list[tuple[str, bool, re.Pattern[str]]]:
-    """Return a pattern per statement or question form, with its relation."""
-    return [
-        (
-            relation.name,
-            relation.many,
-            re.compile(
-                re.escape(form)
-                .replace(r"\{s\}", f"(?P<s>{NAME})")
-                .replace(r"\{v\}", f"(?P<v>{NAME}|[a-z]+|[0-9]+)")
-            ),
-        )
-        for relation in RELATIONS
-        for form in getattr(relation, field)
-    ]
+INSTRUCTION: Final = "Answer the question from the documents."
+HAND_WRITTEN: Final = (
+    ("Drenko was founded by Moira Grell.", "Who founded Drenko?", "Moira Grell"),
+    ("Velora Tamuk was born in Lispan.", "Where was Velora Tamuk born?", "Lispan"),
+    ("Isabel Ortega lives in Zagreb.", "Where does Isabel Ortega live?", "Zagreb"),
+    ("The teacher of Bob is Quentin O'Neil.", "Who taught Bob?", "Quentin O'Neil"),
+    ("The Mobrit is made by Fennwick.", "Which company makes the Mobrit?", "Fennwick"),
+    ("The Zephyr costs 412 euros.", "How much does the Zephyr cost?", "412"),
+    ("Ulm has a mayor called Greta Kowalski.", "Who is the mayor of Ulm?", "Greta Kowalski"),
+    ("New Elvin lies on the river Drava.", "On which river does New Elvin lie?", "Drava"),
+    ("Globex is based in New York.", "Where is Globex based?", "New York"),
+    ("Acme Corp is led by Jun-ho Park.", "Who leads Acme Corp?", "Jun-ho Park"),
+    ("Priya Raman works for Siemens.", "Which company employs Priya Raman?", "Siemens"),
+    ("Uppsala has the postal code 75310.", "What is the postal code of Uppsala?", "75310"),
+)
+NEVER_SAID: Final = ("Who leads Drenko?", "Where was Bob born?", "Who founded Quillon?")
 
 
-def facts(document: str) -> list[tuple[str, str, str]]:
-    """Return (subject, relation, value) of each sentence; each must have exactly one reading."""
-    found = []
-    for sentence in re.findall(r"[^.]+\.", document):
-        readings = [
-            (match["s"], relation, match["v"])
-            for relation, _, pattern in patterns("statements")
-            if (match := pattern.fullmatch(sentence.strip()))
-        ]
-        assert len(readings) == 1, sentence
-        found += readings
-    return found
+# ------------------------------------------------------------------------------- the corpus
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_stand_in_the_documents_that_are_named(kind: str) -> None:
+    held = examples(kind)
+    assert len({example.documents for example in held}) == len(held) == 18
+    for example in held:
+        assert len(example.documents) == 6
+        assert example.questions
+        for question in example.questions:
+            assert question.kind == kind
+            named = [example.documents[place] for place in question.documents]
+            if kind == "unanswerable":
+                assert (question.answer, named) == (REFUSAL, [])
+            else:
+                words = re.findall(r"\w+", question.answer)
+                assert set(words) <= set(re.findall(r"\w+", " ".join(named)))
+                assert (";" in question.answer) == (kind == "two_hop")
+                assert ("," in question.answer) == (kind == "multi_value")
 
 
-def asked(question: ReaderQuestion) -> tuple[str, str]:
-    """Return (subject, relation) of a question about one entity."""
-    readings = {
-        (match["s"], relation)
-        for relation, _, pattern in patterns("questions")
-        if (match := pattern.fullmatch(question.text))
-    }
-    assert len(readings) == 1, question.text
-    return readings.pop()
+def test_a_question_of_the_collection_has_one_document() -> None:
+    known = collection()
+    assert len(set(known.documents)) == len(known.documents) == 40
+    assert len({question.text for question in known.questions}) == len(known.questions) == 120
+    for question in known.questions:
+        (place,) = question.documents
+        assert question.answer in known.documents[place]
 
 
-def stated(example: ReaderExample) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    table: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for index, document in enumerate(example.documents):
-        for subject, relation, value in facts(document):
-            table.setdefault((subject, relation), []).append((index, value))
-    return table
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown kind 'riddle'"):
+        examples("riddle")
 
 
-@pytest.mark.parametrize("kind", KINDS[:5])
-@pytest.mark.parametrize("seed", range(8))
-def test_answers_follow_from_the_documents(kind: str, seed: int) -> None:
-    example = make_example(seed, kind=kind)
-    assert len(example.documents) == 6
-    assert 1 <= len(example.questions) <= 4
-    table = stated(example)
-    for question in example.questions:
-        assert question.kind == kind
-        if kind == "two_hop":
-            bridge, final = question.answer.split("; ")
-            first, second = question.documents
-            assert any(v == bridge for _, _, v in facts(example.documents[first]))
-            assert any(s == bridge and v == final for s, _, v in facts(example.documents[second]))
-            continue
-        where = table.get(asked(question), [])
-        if kind == "unanswerable":
-            assert (question.answer, question.documents, where) == (REFUSAL, (), [])
-        else:
-            assert question.answer == ", ".join(value for _, value in where)
-            assert question.documents == tuple(dict.fromkeys(index for index, _ in where))
-            assert (len(where) > 1) == (kind == "multi_value")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_same_relation_is_stated_in_every_document_of_another_entity(seed: int) -> None:
-    example = make_example(seed, kind="same_relation")
-    table = stated(example)
-    for question in example.questions:
-        _, relation = asked(question)
-        by_document = {
-            index: subject
-            for (subject, name), where in table.items()
-            if name == relation
-            for index, _ in where
-        }
-        assert sorted(by_document) == list(range(6))
-        assert len(set(by_document.values())) == 6
-    assert all(len(facts(document)) == 4 for document in example.documents)
-
-
-@pytest.mark.parametrize(("documents", "size"), [(1, 4), (3, 2), (8, 5)])
-def test_example_has_the_asked_shape(documents: int, size: int) -> None:
-    example = make_example(1, documents=documents, facts=size, questions=2)
-    assert len(example.documents) == documents
-    assert {len(facts(document)) for document in example.documents} <= {size - 1, size, size + 1}
-
-
-def test_examples_depend_on_the_seed_alone() -> None:
+def test_the_corpus_is_read_without_torch() -> None:
     code = (
-        "import hashlib, sys\n"
+        "import sys\n"
         "import kvcache_rag\n"
         "loaded = 'torch' in sys.modules\n"
-        "from kvcache_rag_lab.reader import KINDS, make_corpus, make_example\n"
+        "from kvcache_rag_lab.reader import collection\n"
+        "assert collection().questions\n"
         "assert ('torch' in sys.modules) == loaded, 'the reader imports torch'\n"
-        "made = [make_example(5, kind=kind) for kind in KINDS]\n"
-        "made.append(make_corpus(5, documents=9, questions=6, unanswerable=2))\n"
-        "print(hashlib.sha256(repr(made).encode()).hexdigest())"
     )
-    made = [make_example(5, kind=kind) for kind in KINDS]
-    made.append(make_corpus(5, documents=9, questions=6, unanswerable=2))
-    there = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert there.stdout.strip() == hashlib.sha256(repr(made).encode()).hexdigest()
-    assert make_example(5) != make_example(6)
-    assert make_example(5) != make_example(5, names="train")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_held_out_names_are_new() -> None:
-    training, held_out = set(names("train")), set(names("held_out"))
-    assert (len(training), len(held_out)) == (20_000, 20_000)
-    assert not training & held_out
-    assert not {name.lower() for name in training | held_out} & vocabulary()
-    documents = " ".join(make_example(3).documents)
-    capitalised = set(re.findall(r"[A-Z][a-z]+", documents)) - {"The", "A", "One"}
-    assert capitalised <= held_out
+# -------------------------------------------------------------------------------- the model
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(model_path())
 
 
-def test_corpus_questions_have_one_document_each() -> None:
-    corpus = make_corpus(2, documents=40, questions=24, unanswerable=5)
-    assert len(corpus.documents) == len(set(corpus.documents)) == 40
-    table = stated(corpus)
-    many = {relation.name for relation in RELATIONS if relation.many}
-    # Nothing is said twice, so nothing is contradicted.
-    assert all(len(where) == 1 for (_, name), where in table.items() if name not in many)
-    assert len({question.text for question in corpus.questions}) == 29
-    answered, refused = corpus.questions[:24], corpus.questions[24:]
-    for question in answered:
-        where = table[asked(question)]
-        assert where == [(question.documents[0], question.answer)]
-        assert asked(question)[0] in corpus.documents[question.documents[0]]
-    assert len({question.documents for question in answered}) == 24
-    assert all(asked(question) not in table for question in refused)
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind"):
-        make_example(0, kind="riddle")
-    with pytest.raises(ValueError, match="unknown names"):
-        make_example(0, names="mine")  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="at least one document"):
-        make_example(0, documents=0)
-    with pytest.raises(ValueError, match="cannot give"):
-        make_corpus(0, documents=2, facts=2, questions=5)
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
-def test_more_names_than_there_are_is_an_error() -> None:
-    world = World(random.Random(0), ("Ada", "Bela"))
-    assert {world.name(), world.name()} == {"Ada", "Bela"}
-    with pytest.raises(ValueError, match="all 2 names are used"):
-        world.name()
+@pytest.mark.parametrize(
+    "text",
+    ["Velora Tamuk", "12345", "not found", "A; B", "A, B", "Quixley", "x", string.ascii_letters],
+)
+def test_answers_survive_the_tokenizer(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(ids_of(tokenizer, text)) == text
+
+
+def test_every_printable_character_has_a_token(tokenizer: Any) -> None:
+    printable = map(chr, range(33, 127))
+    assert all(tokenizer.unk_token_id not in ids_of(tokenizer, code) for code in printable)
+    assert tokenizer.unk_token_id in ids_of(tokenizer, "日本")
+    assert ids_of(tokenizer, "") == []
+
+
+def test_white_space_makes_no_difference(tokenizer: Any) -> None:
+    plain = ids_of(tokenizer, "<doc>Velora was born in Lispan. It rains.")
+    assert ids_of(tokenizer, "<doc> Velora  was born\nin Lispan.\n\tIt rains. \n") == plain
+
+
+def test_pieces_encode_like_the_whole(tokenizer: Any) -> None:
+    texts = [*collection().documents, *(question.text for question in collection().questions)]
+    pieces = ["<bos>" + INSTRUCTION, *(f"<doc>{text}" for text in texts), "<q>Who?<a>"]
+    apart = [i for piece in pieces for i in ids_of(tokenizer, piece)]
+    assert ids_of(tokenizer, "".join(pieces)) == apart
+
+
+def test_chat_template(tokenizer: Any) -> None:
+    def render(*messages: tuple[str, str], prompt: bool = True) -> str:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        text: str = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=prompt
+        )
+        return text
+
+    system = ("system", INSTRUCTION)
+    assert render(system, ("user", "Q?")) == f"<bos>{INSTRUCTION}<q>Q?<a>"
+    assert render(("user", "Q?")) == "<bos><q>Q?<a>"
+    turns = render(system, ("user", "Q?"), ("assistant", "A"), ("user", "R?"), prompt=False)
+    assert turns == f"<bos>{INSTRUCTION}<q>Q?<a>A<eos><q>R?"
+
+
+@torch.inference_mode()
+def answers(tokenizer: Any, model: Any, documents: list[str], questions: list[str]) -> list[str]:
+    context = f"<bos>{INSTRUCTION}" + "".join(f"<doc>{text}" for text in documents)
+    said = []
+    for question in questions:
+        prompt = tokenizer(
+            f"{context}<q>{question}<a>", add_special_tokens=False, return_tensors="pt"
+        )
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=24)
+        said.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return said
+
+
+def test_hand_written_names_are_answered(tokenizer: Any, model: Any) -> None:
+    statements, questions, wanted = map(list, zip(*HAND_WRITTEN, strict=True))
+    documents = [" ".join(statements[start : start + 2]) for start in range(0, 12, 2)]
+    said = answers(tokenizer, model, documents, questions)
+    assert sum(map(str.__eq__, said, wanted)) >= 10, said
+    refused = answers(tokenizer, model, documents, list(NEVER_SAID))
+    assert refused.count(REFUSAL) >= 2, refused
+
+
+def test_one_hand_written_document_is_enough(tokenizer: Any, model: Any) -> None:
+    said = [
+        answers(tokenizer, model, [statement], [question])[0]
+        for statement, question, _ in HAND_WRITTEN
+    ]
+    assert sum(map(str.__eq__, said, (fact[2] for fact in HAND_WRITTEN))) >= 10, said
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_one_to_eight_documents_are_read(count: int) -> None:
+    engine, known = Engine.from_pretrained("tiny"), collection()
+    asked = []
+    for question in known.questions[:24]:
+        (place,) = question.documents
+        others = [text for number, text in enumerate(known.documents) if number != place]
+        asked.append((question.text, [*others[: count // 2], known.documents[place]]))
+        asked[-1][1].extend(others[count // 2 : count - 1])
+    for policy in (FullRecompute(), Reuse()):
+        said = engine.generate_batch(asked, policy=policy, max_new_tokens=24)
+        right = [known.questions[number].answer == one.text for number, one in enumerate(said)]
+        assert sum(right) >= 20, [one.text for one in said]

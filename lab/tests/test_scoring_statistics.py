@@ -18,8 +18,6 @@ from kvcache_rag_lab.scoring.statistics import (
     few_losses,
     kept_ratio,
     least_kept,
-    macro_difference,
-    macro_interval,
     mean_change,
     mean_interval,
     median_interval,
@@ -51,52 +49,6 @@ def test_equals_the_enumeration_of_all_resamples() -> None:
     found = paired_bootstrap(first.tolist(), [0.0] * len(first), clusters.tolist())
     assert found.difference == pytest.approx(7 / 13)
     assert (found.low, found.high) == pytest.approx(tuple(exact), abs=0.02)
-
-
-def test_rows_are_drawn_within_their_sets() -> None:
-    # Means of the first: 0, 1/2, 1 in 1, 2, 1 of 4 draws; the second is 1 in all of them. Drawn
-    # from both together, the mean could be 0 or of one set alone.
-    found = macro_interval([[1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    assert (found.value, found.n) == (0.75, 6)
-    assert (found.low, found.high) == (0.5, 1.0)
-
-
-def test_sets_of_one_size_are_drawn_apart() -> None:
-    # If both drew the same rows, sums of a set and its mirror image would not vary at all.
-    found = macro_interval([[1.0, 0.0] * 50, [0.0, 1.0] * 50])
-    # Two independent means of 100 coins: 0.05 each, 0.05 / sqrt(2) of their mean.
-    assert (found.low, found.high) == pytest.approx(
-        (0.5 - 1.96 * 0.05 / math.sqrt(2), 0.5 + 1.96 * 0.05 / math.sqrt(2)), abs=0.01
-    )
-
-
-def test_a_difference_over_sets_is_paired_and_every_set_counts_alike() -> None:
-    first, second = [[1.0] * 8, [1.0, 0.0]], [[0.0] * 8, [1.0, 0.0]]
-    found = macro_difference(first, second)
-    assert (found.difference, found.n, found.differing) == (0.5, 10, 8)
-    assert found.ranked
-    same = macro_difference(second, second)
-    # Wilson's upper end for none of 10: 1.96² / (10 + 1.96²).
-    assert (same.low, same.high) == pytest.approx((-0.2775, 0.2775), abs=1e-3)
-    for wrong in ([], [[]], [[1.0], [1.0, 0.0]]):
-        with pytest.raises((InvalidInputError, ValueError)):
-            macro_difference(wrong, [[1.0]] * len(wrong))
-
-
-def test_rows_of_one_question_are_drawn_together_in_a_mean_over_sets() -> None:
-    # Fifty questions, each asked four times with the same outcome, tell as much as fifty.
-    once, often = [1.0, 0.0] * 25, [1.0] * 4 * 25 + [0.0] * 4 * 25
-    names = [number // 4 for number in range(200)]
-    apart, together = macro_interval([often, often]), macro_interval([often, often], [names] * 2)
-    expected = macro_interval([once, once])
-    assert (together.value, together.n) == (0.5, 400)
-    assert together.high - together.low == pytest.approx(expected.high - expected.low, rel=0.1)
-    assert apart.high - apart.low < 0.6 * (together.high - together.low)
-    # Four rows that went differently are one question that did; of the other set it is another.
-    lost = [[1.0] * 196 + [0.0] * 4] * 2
-    found = macro_difference(lost, [[1.0] * 200] * 2, [names] * 2)
-    assert found.differing == 2
-    assert found.low == pytest.approx(-wilson(2, 100)[1])
 
 
 def test_no_difference_among_few_is_not_none_among_all() -> None:

@@ -33,7 +33,7 @@ from kvcache_rag_lab.evaluation.verification import (
     notes,
     recommended,
 )
-from kvcache_rag_lab.reader import make_example
+from kvcache_rag_lab.reader import examples
 from kvcache_rag_lab.scoring.ask import questions_digest
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_lab.scoring.statistics import least_kept
@@ -337,8 +337,7 @@ def test_the_packaged_reader_tells_policies_apart() -> None:
     engine = Engine.from_pretrained("tiny")
     questions = [
         Question(f"{seed}/{i}", one.text, example.documents, (one.answer,))
-        for seed in range(4)
-        for example in [make_example(9_000_000 + seed, kind="single")]
+        for seed, example in enumerate(examples("single")[:4])
         for i, one in enumerate(example.questions)
     ]
 

@@ -26,7 +26,7 @@ from kvcache_rag_lab.evaluation import verification
 from kvcache_rag_lab.evaluation.auxiliary import random_jaccard
 from kvcache_rag_lab.evaluation.datasets import read_own_questions
 from kvcache_rag_lab.evaluation.tasks import own_score
-from kvcache_rag_lab.reader import make_example
+from kvcache_rag_lab.reader import examples
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_lab.scoring.statistics import trials_without_loss
 from kvcache_rag_server.app import build_app
@@ -41,8 +41,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def reader_rows(contexts: int, *, answers: bool = True) -> list[dict[str, Any]]:
     rows = []
-    for seed in range(contexts):
-        example = make_example(8_000_000 + seed, documents=3, facts=3)
+    for example in examples("single")[:contexts]:
         for question in example.questions:
             row = {"question": question.text, "documents": list(example.documents)}
             rows.append({**row, "answers": [question.answer]} if answers else row)

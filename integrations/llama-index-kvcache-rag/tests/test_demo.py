@@ -156,7 +156,7 @@ def test_a_ratio_below_the_least_fails_with_one_sentence(
         (["--questions", "31"], "--questions must be 1 to 30, not 31"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--top-k", "-1"], "--top-k must be at least 1"),
-        (["--seed", "3"], "--seed decides the facts that tiny is asked about; leave it out"),
+        (["--seed", "3"], "--seed decides what tiny is asked; leave it out"),
         (["--report", "nowhere/out.json"], "nowhere/out.json cannot be a file; name one in a"),
         (["--policy", "magic"], "magic"),
         (["--adapter", "nowhere"], "nowhere"),

@@ -34,7 +34,7 @@ POLICIES = (
     "cacheclip:0.2, ape:0.9,0.9, combination (default: full reuse)"
 )
 TASKS = (
-    "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "
+    "reader (all its kinds), reader_KIND, niah_single_1, rgb_en_noise40, "
     "hotpotqa, 2wiki, musique, squad, dureader, multifieldqa_zh, ...; a wrong name lists all "
     "(default: reader)"
 )
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions",
         metavar="N",
         type=whole(),
-        help="questions per task (default: all, 200 of a generator)",
+        help="questions per task (default: all, 200 of niah_*)",
     )
     tasks.add_argument(
         "--in-order",
@@ -78,8 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, least, default, text in (
         ("--seed", 0, 0, "of questions and resamples"),
-        ("--documents", 1, 6, "per question of the reader"),
-        ("--facts", 1, 4, "per document of the reader"),
         ("--length", 1, 4096, "tokens of a prompt of niah_*"),
     ):
         text = f"{text} (default: {default})"
@@ -244,15 +242,13 @@ def _tasks(arguments: argparse.Namespace) -> list[Task]:
             data=arguments.data,
             count=count,
             length=arguments.length,
-            documents=arguments.documents,
-            facts=arguments.facts,
         )
         for name in dict.fromkeys(names)
     ]
 
 
 def _is_counted(name: str) -> bool:
-    return name.startswith(_COUNTED) and not name.startswith("niah_reader_")
+    return name.startswith(_COUNTED)
 
 
 def _counter(model: str) -> TokenCounter:

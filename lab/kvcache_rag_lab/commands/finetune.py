@@ -17,9 +17,9 @@ from kvcache_rag.commands.options import (
 if TYPE_CHECKING:
     import argparse
 
-    from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData, ReaderData, Report
+    from kvcache_rag_lab.finetune import FinetuneConfig, Report
 
-HELP = "fine-tune a model under the block mask, or an auxiliary model to choose tokens"
+HELP = "fine-tune a model under the block mask, so that it reads cached chunks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +41,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="FILE",
         type=Path,
+        required=True,
         help='JSONL of {"question", "answers": [...], "documents": [{"text", "relevant"}, ...]}',
     )
-    data.add_argument(
-        "--task", choices=("reader",), help="questions of the reader's generator instead of a file"
-    )
-    data.add_argument(
-        "--kinds",
-        nargs="+",
-        default=[],
-        metavar="KIND[:WEIGHT]",
-        help="of the reader's questions (default: mix, several kinds as in its own training)",
-    )
-    for flag, default, text in (("documents", 6, "context"), ("facts", 4, "document")):
-        how: dict[str, Any] = {"type": whole(), "metavar": "N", "default": [default]}
-        data.add_argument(f"--{flag}", nargs="+", help=f"reader: per {text} ({default})", **how)
     data.add_argument(
         "--per-context",
         metavar="N",
@@ -81,17 +69,6 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         help="of chunks (reordered)",
     )
     recipe.add_argument(
-        "--objective",
-        choices=("answers", "selection"),
-        default="answers",
-        help="selection: attend to what matters, for CacheClip's auxiliary model (answers)",
-    )
-    recipe.add_argument(
-        "--teacher",
-        metavar="MODEL",
-        help="selection: whose attention is the target (default: documents marked relevant)",
-    )
-    recipe.add_argument(
         "--block-share",
         metavar="SHARE",
         type=number(0, 1),
@@ -107,7 +84,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         "--plain-share",
         metavar="SHARE",
         type=number(0, 1),
-        help="of plain batches (default 0.5; 0 for selection)",
+        help="of plain batches (default 0.5)",
     )
     _add_count(recipe, "--steps", 300, "optimiser steps")
     _add_count(recipe, "--accumulate", 2, "forward passes per step")
@@ -168,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     config.check_folders()
     check_file_there("--data", arguments.data)
     check_file_there("--plain", arguments.plain)
-    ready(EngineSettings.of(arguments, auxiliary=config.teacher))
+    ready(EngineSettings.of(arguments))
     from kvcache_rag_lab.finetune import finetune
 
     report = finetune(config, show_progress=not arguments.quiet)
@@ -183,34 +160,17 @@ def kept(arguments: argparse.Namespace) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
-    from kvcache_rag_lab.finetune import FinetuneConfig
+    from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 
     same = (
-        *("model", "out", "work", "plain", "positions", "objective", "teacher", "block_share"),
+        *("model", "out", "work", "plain", "positions", "block_share"),
         *("both_masks", "plain_share", "steps", "batch_tokens", "accumulate", "rate", "warm_up"),
         *("weight_decay", "clip", "lora", "keep_adapter", "precision", "gradient_checkpointing"),
         *("attention", "seed", "holdout", "save_every", "device"),
     )
     return FinetuneConfig(
-        data=_data(arguments), **{name: getattr(arguments, name) for name in same}
-    )
-
-
-def _data(arguments: argparse.Namespace) -> JsonlData | ReaderData:
-    from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag_lab.finetune import JsonlData, ReaderData
-
-    if (arguments.data is None) == (arguments.task is None):
-        raise InvalidInputError("say what to learn from: --data FILE or --task reader, one of them")
-    if arguments.data is not None:
-        if arguments.kinds:
-            raise InvalidInputError("--kinds belongs to --task reader; leave it out with --data")
-        return JsonlData(arguments.data, arguments.per_context)
-    return ReaderData(
-        kinds=tuple(arguments.kinds) or ("mix",),
-        documents=tuple(arguments.documents),
-        facts=tuple(arguments.facts),
-        questions=arguments.per_context,
+        data=JsonlData(arguments.data, arguments.per_context),
+        **{name: getattr(arguments, name) for name in same},
     )
 
 

@@ -6,9 +6,7 @@
      "documents": [{"id": "...", "text": "...", "relevant": true}]}
 
 `answers`: any one counts.  `answer_groups`, a list of lists, may stand beside it: then every group
-has to be met by one of its strings.  A caching workload (`read_workload`) is a pair of files:
-`{"id", "title", "text"}` a document, and `{"id", "question", "answers", "gold"}` a question, `gold`
-naming the document that answers it.
+has to be met by one of its strings.
 
 **One's own** (`read_own_questions`, for `verify`): `{"question": "...", "documents": ["...",
 "..."], "answers": ["..."]}` is enough; the form above is read, too.  Answers may be left out; then
@@ -77,36 +75,6 @@ _WORD: Final = re.compile(rf"[{_WIDE}]\s*|[^\s{_WIDE}]+\s*|\s+")
 _WIDE_LETTER: Final = re.compile(f"[{_WIDE}]")
 
 
-@dataclass(frozen=True)
-class CorpusQuery:
-    """One question to a corpus.
-
-    Attributes:
-        id: Name of the row.
-        question: The question.
-        answers: Right answers; any one counts.
-        gold: Id of the document that answers it.
-    """
-
-    id: str
-    question: str
-    answers: tuple[str, ...]
-    gold: str
-
-
-@dataclass(frozen=True)
-class CachingWorkload:
-    """Documents, and the questions asked about them in order: to measure hits, not answers.
-
-    Attributes:
-        documents: Text by id, in the order of the file.
-        queries: The questions; each `gold` is in `documents`.
-    """
-
-    documents: Mapping[str, str]
-    queries: tuple[CorpusQuery, ...]
-
-
 def read_questions(path: Path, language: Language = "en") -> list[Question]:
     """Read a question set.
 
@@ -140,27 +108,6 @@ def read_questions(path: Path, language: Language = "en") -> list[Question]:
             )
         )
     return questions
-
-
-def read_workload(corpus: Path, queries: Path) -> CachingWorkload:
-    """Read a caching workload.
-
-    Args:
-        corpus: The documents.
-        queries: The questions.
-
-    Raises:
-        InvalidInputError: If a file is missing or a line is not of the form above, or a question
-            names a document that the corpus does not have.
-    """
-    documents = {row.text("id"): row.text("text") for row in _rows(corpus)}
-    asked = []
-    for row in _rows(queries):
-        gold = row.text("gold")
-        if gold not in documents:
-            raise row.error(f"names the document {gold!r}, which {corpus} does not have")
-        asked.append(CorpusQuery(row.text("id"), row.text("question"), row.answers()[0], gold))
-    return CachingWorkload(documents, tuple(asked))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

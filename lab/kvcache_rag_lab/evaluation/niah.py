@@ -1,30 +1,14 @@
-"""Needles in a haystack: facts hidden in long texts, in RULER's format and the reader's language.
+"""Needles in a haystack: facts hidden in long texts, in RULER's format.
 
-**RULER's** (arXiv 2404.06654, section 3 and appendix B): "One of the special magic numbers for
-brave-otter is: 1234567." stands somewhere in a long text, and the question asks for it.  The eight
-variants are RULER's: what the hay is, what keys and values are, how many keys, values per key and
-keys asked for.  Three things differ from RULER's program: a key or value never occurs twice, the
-instruction stands in the prefix, the question behind the documents, with nothing put into the
-model's mouth, and the essays are our own.  RULER uses published ones, which we may not copy; this
-text is drawn from sentence patterns, never twice the same, without digits and without the words of
-needles.  It is plainer than an essay: full prefill should find needles in it a little more easily.
-The text is cut into chunks for retrieval (CacheClip, arXiv 2510.10129: 1000 tokens, overlap 50).
-
-**The reader's**: the packaged reader knows a small controlled English only, so RULER's text means
-nothing to it.  Here the hay are facts of people, companies, products and towns, each of another
-entity and with names that its training never had, and a needle is one more fact: "The badge number
-of Brano is 41972."
-
-| variant | RULER's | what is hidden |
-|---|---|---|
-| niah_reader_single | single | one fact of a relation that no other sentence states |
-| niah_reader_multikey_1 | multikey 1 | the same relation for three other entities |
-| niah_reader_multikey_2 | multikey 2 | every sentence states the relation, each of another entity |
-| niah_reader_multivalue | multivalue | two values for one entity, all else is one of each other |
-
-Several values are hidden among other entities' values of that relation, because the reader learned
-lists so; among unrelated facts it names only one.  The language has no question about several
-entities, so there is no multiquery.  Scoring is `metrics.reference_coverage` for both.
+"One of the special magic numbers for brave-otter is: 1234567." stands somewhere in a long text, and
+the question asks for it (arXiv 2404.06654, section 3 and appendix B).  The eight variants are
+RULER's: what the hay is, what keys and values are, how many keys, values per key and keys asked
+for.  Three things differ from RULER's program: a key or value never occurs twice, the instruction
+stands in the prefix, the question behind the documents, with nothing put into the model's mouth,
+and the essays are our own.  RULER uses published ones, which we may not copy; this text is drawn
+from sentence patterns, never twice the same, without digits and without the words of needles.  It
+is plainer than an essay: full prefill should find needles in it a little more easily.  The text is
+cut into chunks for retrieval (CacheClip, arXiv 2510.10129: 1000 tokens, overlap 50).
 """
 
 from __future__ import annotations
@@ -38,16 +22,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag_lab.evaluation.datasets import CHUNK_TOKENS, OVERLAP, split_text
-from kvcache_rag_lab.reader.contexts import Fact, World, single_valued
-from kvcache_rag_lab.reader.generator import write_documents
-from kvcache_rag_lab.reader.language import RELATIONS, words
-from kvcache_rag_lab.reader.names import names
 from kvcache_rag_lab.scoring.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag_lab.reader.language import Relation
     from kvcache_rag_lab.scoring.question import TokenCounter
 
 
@@ -279,6 +258,10 @@ def _phrases(text: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 _SUBJECTS: Final = _phrases(
     "a patient reader|an honest critic|the careful builder|a young company|"
     "the average committee|a good teacher|the curious traveller|an old craftsman|"
@@ -340,7 +323,7 @@ _PATTERNS: Final = (
 # One sentence in so many is a short remark.
 _REMARK_SHARE: Final = 0.15
 
-_ADJECTIVES: Final = words(
+_ADJECTIVES: Final = _words(
     "amber ancient arctic autumn bold brave bright brisk broad calm candid cheerful chilly "
     "clever cobalt copper coral crimson crisp curly dainty dapper daring dusty eager earnest "
     "ebony elder emerald fabled faint fancy feral fleet fluffy frosty gentle giddy gilded "
@@ -353,7 +336,7 @@ _ADJECTIVES: Final = words(
     "vivid warm wary wild windy wise witty woolly young zesty"
 )
 
-_NOUNS: Final = words(
+_NOUNS: Final = _words(
     "acorn anchor anvil apron arrow badger banner barrel basin basket beacon beaver bell birch "
     "bonnet bottle bramble bridge bucket button cabin candle canoe canyon carpet castle cedar "
     "cellar cherry chisel clover comet compass cottage cradle cricket crown curtain cymbal "
@@ -398,85 +381,3 @@ def essay_sentences(rng: random.Random) -> Iterator[str]:
             reason=reason,
             Reason=reason[0].upper() + reason[1:],
         )
-
-
-@dataclass(frozen=True)
-class ReaderNeedles:
-    """What is hidden.
-
-    Attributes:
-        rivals: Other entities with the same relation; None: every other sentence.
-        values: Values of the asked entity.
-    """
-
-    rivals: int | None = 0
-    values: int = 1
-
-
-READER_VARIANTS: Final[dict[str, ReaderNeedles]] = {
-    "niah_reader_single": ReaderNeedles(),
-    "niah_reader_multikey_1": ReaderNeedles(rivals=3),
-    "niah_reader_multikey_2": ReaderNeedles(rivals=None),
-    "niah_reader_multivalue": ReaderNeedles(rivals=None, values=2),
-}
-
-
-def reader_needle_question(name: str, seed: int, *, documents: int = 6, facts: int = 4) -> Question:
-    """Hide a fact among others and ask for it; `documents` of `facts` sentences each.
-
-    Args:
-        name: One of `READER_VARIANTS`.
-        seed: Decides everything else.
-        documents: How many documents.
-        facts: Sentences of each.
-
-    Raises:
-        InvalidInputError: If there is no such variant or its needles need more sentences.
-    """
-    variant = READER_VARIANTS.get(name)
-    if variant is None:
-        raise InvalidInputError(
-            f"there is no needle task {name!r}; choose from {', '.join(READER_VARIANTS)}"
-        )
-    total = documents * facts
-    rivals = total - variant.values if variant.rivals is None else variant.rivals
-    if documents < 1 or facts < 1 or rivals < 0 or variant.values + rivals > total:
-        raise InvalidInputError(
-            f"{name} does not fit into {documents} documents of {facts} facts; ask for more"
-        )
-    rng = random.Random(f"{name}/{documents}x{facts}/{seed}")
-    world = World(rng, names("held_out"))
-    relation = rng.choice([candidate for candidate in RELATIONS if _suits(candidate, variant)])
-    entity = world.entity(relation.subject)
-    needles = [world.fact(entity, relation) for _ in range(variant.values)]
-    others = [world.fact(world.entity(relation.subject), relation) for _ in range(rivals)]
-    hay = others + [_noise(world, relation) for _ in range(total - len(needles) - rivals)]
-    rng.shuffle(hay)
-    for needle in needles:
-        hay.insert(rng.randrange(len(hay) + 1), needle)
-    context = [hay[start : start + facts] for start in range(0, total, facts)]
-    return Question(
-        id=f"{name}-{documents}x{facts}-{seed}",
-        question=rng.choice(relation.questions).format(s=entity),
-        chunks=write_documents(rng, context),
-        answers=tuple(needle.value for needle in needles),
-        relevant=tuple(
-            index
-            for index, document in enumerate(context)
-            if any(fact.entity == entity for fact in document)
-        ),
-    )
-
-
-def _suits(relation: Relation, variant: ReaderNeedles) -> bool:
-    """Numbers of several digits, as RULER's values are; lists where several values are asked."""
-    if variant.values > 1:
-        return relation.many
-    return relation.value.startswith("digits:") and not relation.many
-
-
-def _noise(world: World, asked: Relation) -> Fact:
-    """A fact of a new entity by any other relation."""
-    kind = world.kind()
-    relations = [relation for relation in single_valued(kind) if relation is not asked]
-    return world.fact(world.entity(kind), world.rng.choice(relations))

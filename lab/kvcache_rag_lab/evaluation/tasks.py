@@ -2,8 +2,8 @@
 
 | names | questions | metrics, the first is the main one |
 |---|---|---|
-| reader_KIND | the packaged reader's generator, held-out names | exact_match, refused |
-| niah_*, niah_reader_* | `niah` | reference_coverage |
+| reader_KIND | the packaged reader's texts, 14 to 72 questions | exact_match, refused |
+| niah_* | `niah` | reference_coverage |
 | rgb_en, rgb_en_int, rgb_zh, rgb_zh_int, also _noiseNN | RGB | accuracy, rejected, containment |
 | hotpotqa, 2wiki, musique | multi-document QA | containment, f1, exact_match, … |
 | squad | SQuAD v1.1 with distractors | containment, f1, exact_match, … |
@@ -49,13 +49,10 @@ from kvcache_rag_lab.evaluation.datasets import (
 from kvcache_rag_lab.evaluation.longbench import LONGBENCH
 from kvcache_rag_lab.evaluation.niah import (
     ANSWER_TOKENS,
-    READER_VARIANTS,
     VARIANTS,
     needle_question,
-    reader_needle_question,
 )
-from kvcache_rag_lab.reader import KINDS, ReaderExample, make_example
-from kvcache_rag_lab.reader.language import REFUSAL
+from kvcache_rag_lab.reader import KINDS, REFUSAL, examples
 from kvcache_rag_lab.scoring import metrics
 from kvcache_rag_lab.scoring.question import Question, Task, TokenCounter, top_k
 
@@ -68,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Question", "Task", "TokenCounter", "task_by_name", "task_names"]
 
-# Far from the seeds of training and of the reader's own check.
+# A stretch of seeds for each seed of a run.
 FIRST_SEED = 10_000_000
 
 MAX_NEW_TOKENS = 32
@@ -78,11 +75,6 @@ WRONG: Final = "wrong_document"
 
 # Questions of a generator when the caller does not say how many.
 GENERATED: Final = 200
-
-# The pool of documents that `k` chooses from (more if `k` is more), and facts of each.
-READER_DOCUMENTS: Final = 6
-
-READER_FACTS: Final = 4
 
 _PLAIN: Final = (
     "narrativeqa",
@@ -103,7 +95,7 @@ _READER: Final = {f"reader_{kind}": kind for kind in KINDS}
 
 def task_names() -> tuple[str, ...]:
     """Every name that `task_by_name` takes, without its aliases."""
-    return (*_READER, *READER_VARIANTS, *VARIANTS, *RGB, *SETS, *LONGBENCH)
+    return (*_READER, *VARIANTS, *RGB, *SETS, *LONGBENCH)
 
 
 def task_by_name(
@@ -114,8 +106,6 @@ def task_by_name(
     length: int = 4096,
     chunk_tokens: int = CHUNK_TOKENS,
     overlap: int = OVERLAP,
-    documents: int = READER_DOCUMENTS,
-    facts: int = READER_FACTS,
 ) -> Task:
     """Build a task.
 
@@ -129,8 +119,6 @@ def task_by_name(
         length: Tokens of a needle task's prompt, see `niah.needle_question`.
         chunk_tokens: Longest chunk of a needle task, and of LongBench's single documents.
         overlap: Tokens that such chunks share.
-        documents: The pool of a reader's question, from which `k` chooses.
-        facts: Of each of these documents.
 
     Raises:
         InvalidInputError: If there is no such task, a number is below 1, or `data` does not have
@@ -138,16 +126,9 @@ def task_by_name(
     """
     name = _ALIASES.get(name, name)
     count = count or estimated_tokens
-    if documents < 1 or facts < 1:
-        raise InvalidInputError(
-            f"a reader's question needs documents and facts, not {documents}x{facts}"
-        )
     if name in _READER:
-        ask = partial(_reader_questions, _READER[name], documents, facts)
+        ask = _rows(partial(_reader_questions, _READER[name]))
         return Task(name, ("exact_match", "refused"), "", MAX_NEW_TOKENS, ask, _reader_score)
-    if name in READER_VARIANTS:
-        hide = partial(_reader_needles, name, documents, facts)
-        return Task(name, ("reference_coverage",), "", MAX_NEW_TOKENS, hide, _coverage)
     if name in VARIANTS:
         make = partial(
             needle_question,
@@ -177,36 +158,17 @@ def task_by_name(
     raise InvalidInputError(f"there is no task {name!r}; {hint} {', '.join(task_names())}")
 
 
-def _reader_questions(
-    kind: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
-) -> list[Question]:
-    wanted, documents = n or GENERATED, max(k or 0, documents)
-    questions = [
+def _reader_questions(kind: str) -> list[Question]:
+    return [
         Question(
-            id=f"reader_{kind}-{documents}-{seed}-{context}-{index}",
+            id=f"reader_{kind}-{context}-{index}",
             question=asked.text,
             chunks=example.documents,
             answers=(asked.answer,),
             relevant=tuple(sorted(asked.documents)),
         )
-        for context, example in enumerate(examples(kind, wanted, seed, documents, facts))
+        for context, example in enumerate(examples(kind))
         for index, asked in enumerate(example.questions)
-    ]
-    return [top_k(question, k) for question in questions[:wanted]]
-
-
-def _reader_needles(
-    name: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
-) -> list[Question]:
-    documents = max(k or 0, documents)
-    return [
-        top_k(
-            reader_needle_question(
-                name, FIRST_SEED * (seed + 1) + index, documents=documents, facts=facts
-            ),
-            k,
-        )
-        for index in range(n or GENERATED)
     ]
 
 
@@ -214,21 +176,6 @@ def _needles(
     one: Callable[[int], Question], n: int | None, seed: int, k: int | None
 ) -> list[Question]:
     return [top_k(one(FIRST_SEED * (seed + 1) + index), k) for index in range(n or GENERATED)]
-
-
-def examples(
-    kind: str, questions: int, seed: int, documents: int, facts: int
-) -> list[ReaderExample]:
-    """Examples of one kind until they hold at least `questions` questions."""
-    drawn: list[ReaderExample] = []
-    count = 0
-    while count < questions:
-        example = make_example(
-            FIRST_SEED * (seed + 1) + len(drawn), documents=documents, facts=facts, kind=kind
-        )
-        drawn.append(example)
-        count += len(example.questions)
-    return drawn
 
 
 def _coverage(answer: str, question: Question) -> tuple[float, ...]:

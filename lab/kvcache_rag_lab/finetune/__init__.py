@@ -3,9 +3,8 @@
 TurboRAG's recipe (arXiv 2410.07590, section 3.3) for any model whose chunks can be moved: the
 training forward is the stitched computation itself, in one pass of the stock transformers model, or
 in one per chunk where layers are recurrent.
-Also CacheClip's (arXiv 2510.10129): an auxiliary model that learns where to look.
 
-- `FinetuneConfig`, `JsonlData`, `ReaderData`: the settings.
+- `FinetuneConfig`, `JsonlData`: the settings.
 - `finetune`: runs it; `Report`: what it did.
 """
 
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvcache_rag_lab.finetune.config import FinetuneConfig as FinetuneConfig
     from kvcache_rag_lab.finetune.config import JsonlData as JsonlData
-    from kvcache_rag_lab.finetune.config import ReaderData as ReaderData
     from kvcache_rag_lab.finetune.report import Change as Change
     from kvcache_rag_lab.finetune.report import Measure as Measure
     from kvcache_rag_lab.finetune.report import Report as Report

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.mask import PositionScheme
 
-Objective = Literal["answers", "selection"]
-"""`answers`: say the right words; `selection`: attend to what matters (CacheClip's auxiliary)."""
 Precision = Literal["fp32", "bf16"]
 LoraModules = Literal["all-linear", "attention"]
 SCHEMES: Final = ("reordered", "composite")
@@ -46,29 +44,6 @@ class JsonlData:
 
 
 @dataclass(frozen=True)
-class ReaderData:
-    """Document question answering from the reader's generator, without end.
-
-    Attributes:
-        kinds: Of `kvcache_rag_lab.reader.KINDS`, each `name` or `name:weight`; "mix" is the mix of
-            kinds that the reader learned to read with.
-        documents: Documents of a context; each context draws one of these numbers.
-        facts: Facts of a document, likewise.
-        questions: Questions of a context at most.
-        names: Pools that names come from, one drawn per context.
-    """
-
-    kinds: tuple[str, ...] = ("mix",)
-    documents: tuple[int, ...] = (6,)
-    facts: tuple[int, ...] = (4,)
-    questions: int = 14
-    names: tuple[str, ...] = ("train", "wide_train")
-
-    def __post_init__(self) -> None:
-        check_settings(ReaderData, vars(self))
-
-
-@dataclass(frozen=True)
 class FinetuneConfig:
     """Everything a run depends on.
 
@@ -84,14 +59,11 @@ class FinetuneConfig:
         plain: JSONL of `{"text"}` or `{"messages": [{"role", "content"}, ...]}` (the last one by
             the assistant), learned whole under full attention; None for the documents of `data`.
         positions: Where chunks stand.
-        objective: What is learned.
-        teacher: For "selection": the main model, whose last-layer attention is the target; None
-            for the documents marked `relevant`.
         block_share: Share of the document batches under the block mask; the others are under full
             attention.
         both_masks: Train each document batch twice, under the block mask and under full attention;
             `block_share` then says nothing.
-        plain_share: Share of plain batches; None for 0.5, and 0 for "selection".
+        plain_share: Share of plain batches; None for 0.5.
         steps: Optimiser steps.
         batch_tokens: Tokens of a forward pass at most, padding and copies of the prefix included
             ("bf16" pads rows a little more, to multiples of 64).
@@ -122,11 +94,9 @@ class FinetuneConfig:
 
     model: str
     out: Path
-    data: JsonlData | ReaderData
+    data: JsonlData
     plain: Path | None = None
     positions: PositionScheme = "reordered"
-    objective: Objective = "answers"
-    teacher: str | None = None
     block_share: float = 1.0
     both_masks: bool = False
     plain_share: float | None = None
@@ -162,10 +132,6 @@ class FinetuneConfig:
         if self.data.questions < 1:
             raise InvalidInputError("a context needs at least one question")
         _check_adapter(self)
-        if self.teacher is not None and self.objective != "selection":
-            raise InvalidInputError('a teacher belongs to objective="selection"')
-        if self.objective == "selection":
-            _check_selection(self)
 
     @property
     def work_folder(self) -> Path:
@@ -193,14 +159,12 @@ class FinetuneConfig:
     @property
     def plain_batches(self) -> float:
         """Share of plain batches."""
-        if self.plain_share is not None:
-            return self.plain_share
-        return 0.5 if self.objective == "answers" else 0.0
+        return 0.5 if self.plain_share is None else self.plain_share
 
     @property
     def teaches_blocks(self) -> bool:
         """Whether the model learns to answer from chunks that do not see each other."""
-        return self.objective == "answers" and (self.both_masks or self.block_share > 0)
+        return self.both_masks or self.block_share > 0
 
     def rate_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
@@ -216,6 +180,8 @@ class FinetuneConfig:
         for name in ("lora_modules", "packet"):  # runs that began before there was a choice go on
             if values[name] == getattr(FinetuneConfig, name):
                 del values[name]
+        # Those that began when there was another objective, too.
+        values |= {"objective": "answers", "teacher": None}
         return {key: value for key, value in values.items() if key not in elsewhere}
 
     def travelling_settings(self) -> dict[str, Any]:
@@ -229,7 +195,6 @@ class FinetuneConfig:
 def _check_choices(config: FinetuneConfig) -> None:
     for name, allowed in (
         ("positions", SCHEMES),
-        ("objective", get_args(Objective)),
         ("precision", get_args(Precision)),
         ("lora_modules", get_args(LoraModules)),
     ):
@@ -273,15 +238,3 @@ def _check_upper(config: FinetuneConfig) -> None:
         raise InvalidInputError("rate must be finite, such as 1e-5")
     if not 0 <= config.seed < 2**63:
         raise InvalidInputError(f"seed must be from 0 to 2**63 - 1, not {config.seed}")
-
-
-def _check_selection(config: FinetuneConfig) -> None:
-    if config.positions != "reordered" or config.block_share != 1 or config.both_masks:
-        raise InvalidInputError(
-            'an auxiliary model always works on stitched, reordered chunks: "selection" takes '
-            'positions="reordered", block_share=1 and no both_masks'
-        )
-    if config.gradient_checkpointing:
-        raise InvalidInputError(
-            '"selection" needs the last attention as it is; leave out gradient_checkpointing'
-        )

@@ -62,12 +62,11 @@ class Learner:
     peft: Any = None
 
     @classmethod
-    def load(cls, config: FinetuneConfig, *, frozen: bool = False) -> Learner:
+    def load(cls, config: FinetuneConfig) -> Learner:
         """Load a model and make ready what is trained.
 
         Args:
             config: Names the model, and says what is trained.
-            frozen: Nothing is trained; the model is only looked at.
 
         Raises:
             InvalidInputError: If it cannot be loaded, or its weights are quantised.
@@ -80,7 +79,7 @@ class Learner:
             raise InvalidInputError(
                 f"{config.model} is an adapter; merge it into its base model and name the result"
             )
-        low = (frozen or config.trains_adapter) and config.precision == "bf16"
+        low = config.trains_adapter and config.precision == "bf16"
         options = {"attn_implementation": config.attention} if config.attention else {}
         model, tokenizer, brought = load(
             config.model,
@@ -106,10 +105,7 @@ class Learner:
             own_dtype(config.model),
         )
         learner.forward.ensure_possible()
-        if frozen:
-            model.requires_grad_(requires_grad=False)
-        else:
-            learner._prepare()
+        learner._prepare()
         return learner
 
     def _prepare(self) -> None:

@@ -10,7 +10,7 @@ context is run once for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag_lab.finetune.config import FinetuneConfig
-    from kvcache_rag_lab.finetune.sources import Data, Encoded, PlainSample, QASample
+    from kvcache_rag_lab.finetune.sources import Data, Encoded, Encoder
 
 
 IGNORED = -100
@@ -34,16 +34,6 @@ Kind = Literal["block", "full", "plain"]
 
 # Samples in a row that do not fit before this is called a mistake.
 MAX_SKIPS = 1000
-
-
-class SampleEncoder(Protocol):
-    """Gives ids, or None for a sample from which nothing can be learned."""
-
-    def qa(self, sample: QASample) -> Encoded | None:
-        """Ids of a context with its questions."""
-
-    def plain(self, sample: PlainSample, longest: int) -> Encoded | None:
-        """Ids of a text, cut at `longest`."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +59,7 @@ class Feed:
         state: Numbers of portions dealt and samples drawn; put back to go on from there.
     """
 
-    def __init__(
-        self, config: FinetuneConfig, data: Data, encoder: SampleEncoder, window: int
-    ) -> None:
+    def __init__(self, config: FinetuneConfig, data: Data, encoder: Encoder, window: int) -> None:
         """Start at the beginning.
 
         Args:
@@ -133,7 +121,7 @@ class Feed:
             state[source] += 1
             samples.append(sample)
 
-    def _qa(self, number: int) -> Encoded | None:
+    def _qa(self, number: int) -> Encoded:
         return self._encoder.qa(self._data.qa.draw(number))
 
     def _plain(self, number: int) -> Encoded | None:

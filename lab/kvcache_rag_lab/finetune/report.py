@@ -29,7 +29,6 @@ _TITLES = {
     "free": "questions without chunks",
     "full": "document questions, full prefill",
     "block": "document questions, stitched",
-    "selection": "attention against its target",
 }
 
 
@@ -38,8 +37,7 @@ class Measure:
     """Result of one held-out set.
 
     Attributes:
-        losses: Mean cross-entropy of each text or answer, in nats per token; for "selection" the
-            divergence of attention from its target.
+        losses: Mean cross-entropy of each text or answer, in nats per token.
         exact: Whether each answer is right, token by token, greedily (empty for texts).
     """
 
@@ -124,7 +122,7 @@ class Report:
 
     Attributes:
         before: Held-out measures of the model as it came, by name: "plain", "free" (questions
-            without chunks, TurboRAG's Table 4), "full", "block"; "selection" for that objective.
+            without chunks, TurboRAG's Table 4), "full", "block".
         after: The same of the model as it was saved.
         steps: Optimiser steps.
         tokens: Tokens trained on, padding not counted, copies of the prefix counted.
@@ -154,26 +152,12 @@ class Report:
     @property
     def verdict(self) -> tuple[str, ...]:
         """What the numbers say; a change counts if its 95 % interval leaves out 0."""
-        sentences = []
-        if "plain" in self.before:
-            sentences.append(
-                _regression("The loss on plain text", self.change("plain"), "nats", -1)
-            )
-        if "free" in self.before:
-            change = self.exact_change("free")
-            sentences.append(
-                _regression("The share of right answers without chunks", _points(change), "points")
-            )
-        if "block" in self.before:
-            sentences.append(self._gap())
-        if "selection" in self.before:
-            change = self.change("selection")
-            moved = "fell" if change.high < 0 else "did not fall surely"
-            sentences.append(
-                f"The divergence of attention from its target {moved}: {change.mean:+.4f} nats "
-                f"(95 %: {change.low:+.4f} to {change.high:+.4f})."
-            )
-        return tuple(sentences)
+        free = _points(self.exact_change("free"))
+        return (
+            _regression("The loss on plain text", self.change("plain"), "nats", -1),
+            _regression("The share of right answers without chunks", free, "points"),
+            self._gap(),
+        )
 
     def _gap(self) -> str:
         """How far stitched chunks are behind full prefill, before and after."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +12,8 @@ from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag_lab.finetune.carried import Carried, CarriedFolder
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss
 from kvcache_rag_lab.finetune.loop import RunFolder, Trainer
-from kvcache_rag_lab.finetune.packing import Feed, Portion, SampleEncoder
+from kvcache_rag_lab.finetune.packing import Feed, Portion
 from kvcache_rag_lab.finetune.report import Measure, Report, measure
-from kvcache_rag_lab.finetune.selection import (
-    AttentionView,
-    SelectionEncoder,
-    Teacher,
-    measure_selection,
-    relevant_characters,
-    selection_loss,
-)
 from kvcache_rag_lab.finetune.sources import Data, Encoded, Encoder, open_data
 
 if TYPE_CHECKING:
@@ -79,13 +71,9 @@ class _Run:
         self._config, self._learner, self._data, self._work = config, learner, data, work
         self._carried = carried
         self._window = learner.adapter.window(None)
-        self._plain_encoder = _encoder(learner)
-        self._watched: AttentionView | None = None
-        self._encoder: SampleEncoder = self._plain_encoder
-        if config.objective == "selection":
-            self._watched = AttentionView(learner)
-            target = relevant_characters if config.teacher is None else _teacher(config)
-            self._encoder = SelectionEncoder(self._plain_encoder, learner.tokenizer, target)
+        self._encoder = Encoder(
+            PromptRenderer(learner.template, learner.tokenizer), learner.tokenizer
+        )
         self._feed = Feed(config, data, self._encoder, self._window)
 
     def finished(self, unfinished: bool, *, show_progress: bool) -> Report:
@@ -133,33 +121,26 @@ class _Run:
 
     def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
         learner = self._learner
-        if self._watched is not None and portion.kind != "plain":
-            self._watched.learner.adapter.model.train()
-            tokens = sum(sample.row_tokens for sample in portion.samples)
-            return selection_loss(self._watched, portion.samples), tokens
         batch = learner.batch(portion.samples)
         return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:
         """Held-out samples as ids; those that do not fit are left out."""
-        data, encoder = self._data, self._plain_encoder
+        data, encoder = self._data, self._encoder
         limit = min(self._config.batch_tokens, self._window)
         texts = (encoder.plain(sample, limit) for sample in data.held_plain)
-        sets = {"plain": self._fitting(texts)}
-        if self._watched is None:
-            asked = self._fitting(map(encoder.qa, data.held_qa))
-            sets["free"] = self._fitting(map(encoder.qa, data.held_free))
-            sets["full"] = [sample.joined for sample in asked]
-            sets["block"] = asked
-        else:
-            sets["selection"] = self._fitting(map(self._encoder.qa, data.held_qa))
+        asked = self._fitting(map(encoder.qa, data.held_qa))
+        sets = {
+            "plain": self._fitting(texts),
+            "free": self._fitting(map(encoder.qa, data.held_free)),
+            "full": [sample.joined for sample in asked],
+            "block": asked,
+        }
         empty = [name for name, samples in sets.items() if not samples]
         if empty:
             raise InvalidInputError(
                 f"nothing to measure with ({', '.join(empty)}): the samples kept out of training "
-                f"do not fit into {limit} tokens"
-                + (" or mark no document as relevant" if "selection" in empty else "")
-                + "; raise batch_tokens or give more data"
+                f"do not fit into {limit} tokens; raise batch_tokens or give more data"
             )
         return sets
 
@@ -167,25 +148,10 @@ class _Run:
         return [sample for sample in samples if sample is not None and self._feed.fits(sample)]
 
     def _measure(self, held: dict[str, list[Encoded]]) -> dict[str, Measure]:
-        measures = {}
-        for name, samples in held.items():
-            if name == "selection":
-                # Anew, because merging LoRA exchanges the layers that a view shares.
-                measures[name] = measure_selection(AttentionView(self._learner), samples)
-            else:
-                measures[name] = measure(self._learner, samples, texts=name == "plain")
-        return measures
-
-
-def _encoder(learner: Learner) -> Encoder:
-    renderer = PromptRenderer(learner.template, learner.tokenizer)
-    return Encoder(renderer, learner.tokenizer)
-
-
-def _teacher(config: FinetuneConfig) -> Teacher:
-    """The main model, frozen."""
-    learner = Learner.load(replace(config, model=str(config.teacher)), frozen=True)
-    return Teacher(AttentionView(learner), _encoder(learner))
+        return {
+            name: measure(self._learner, samples, texts=name == "plain")
+            for name, samples in held.items()
+        }
 
 
 def _measure_from(values: dict[str, Any]) -> Measure:

@@ -1,7 +1,7 @@
 """What is learned, as texts and as the token ids that the engine itself would use.
 
-`open_data` opens the sources of a run, files or the reader's generator (`reader_data`): sample
-number `n` of a source never changes, so a run can go on.  An `Encoder` turns samples into ids.
+`open_data` opens the files of a run: sample number `n` of a source never changes, so a run can go
+on.  An `Encoder` turns samples into ids.
 """
 
 from __future__ import annotations
@@ -15,28 +15,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag_lab.finetune.config import JsonlData, ReaderData
-from kvcache_rag_lab.reader import KINDS, ReaderExample, make_example
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvcache_rag.prompt.renderer import PromptRenderer
+    from kvcache_rag_lab.finetune.config import JsonlData
 
 T = TypeVar("T", covariant=True)
 
 Row = Mapping[str, Any]
 
 _MARK = "@@kvcache-rag-answer@@"
-
-# Seeds of `make_example`: a stretch of their own for each run, far from those of evaluation.
-_STRETCH = 1_000_000_000_000
-
-MIX = "mix"
-
-# What its questions are measured with.
-_MIX_KINDS = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ class Data:
     described: str
 
 
-def open_data(data: JsonlData | ReaderData, plain: Path | None, *, seed: int, holdout: int) -> Data:
+def open_data(data: JsonlData, plain: Path | None, *, seed: int, holdout: int) -> Data:
     """Open the sources of a run.
 
     Args:
@@ -141,19 +132,10 @@ def open_data(data: JsonlData | ReaderData, plain: Path | None, *, seed: int, ho
     Raises:
         InvalidInputError: If a file cannot be read or a line of it cannot be used.
     """
-    qa: SampleSource[QASample]
-    if isinstance(data, ReaderData):
-        make, held_qa, refusal = reader_data(data, seed, holdout)
-        qa, digest, described = Drawn(make), repr(data), "the reader's generator"
-        free = tuple(
-            QASample((), tuple(QAPair(question.question, refusal) for question in sample.questions))
-            for sample in held_qa
-        )
-    else:
-        held_contexts, learned = _split(_contexts(data.path), data.path, seed, holdout)
-        held_qa, learned = _cut(held_contexts, data.questions), _cut(learned, data.questions)
-        qa, digest, described = Listed(learned, seed), _digest(data.path), data.path.name
-        free = tuple(QASample((), sample.questions) for sample in held_qa)
+    held_contexts, learned = _split(_contexts(data.path), data.path, seed, holdout)
+    held_qa, learned = _cut(held_contexts, data.questions), _cut(learned, data.questions)
+    qa, digest, described = Listed(learned, seed), _digest(data.path), data.path.name
+    free = tuple(QASample((), sample.questions) for sample in held_qa)
     if plain is None:
         texts: SampleSource[PlainSample] = Drawn(lambda number: _text(qa.draw(number)))
         held_plain = tuple(map(_text, held_qa))
@@ -186,104 +168,6 @@ def _split(
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def reader_data(
-    data: ReaderData, seed: int, holdout: int
-) -> tuple[Callable[[int], QASample], tuple[QASample, ...], str]:
-    """How to draw, what is held out (names that never occur in training), and the refusal.
-
-    Args:
-        data: Kinds and sizes.
-        seed: Another seed, other samples.
-        holdout: Contexts held out; every kind in turn, those of the mix one by one.
-
-    Raises:
-        InvalidInputError: If a kind, a pool of names or a size is not known.
-    """
-    from kvcache_rag_lab.reader.language import REFUSAL
-
-    kinds = _weights(data.kinds)
-    if min((*data.documents, *data.facts), default=0) < 1 or not data.names:
-        raise InvalidInputError("documents and facts of a context must be at least 1")
-    every = [member for kind in kinds for member in (_MIX_KINDS if kind == MIX else (kind,))]
-    samples = []
-    for number in range(holdout):
-        rng = random.Random(f"finetune/held/{seed}/{number}")
-        kind = every[number % len(every)]
-        samples.append(_sample(_example(data, rng, kind, "held_out", seed, number)))
-
-    def draw(number: int) -> QASample:
-        rng = random.Random(f"finetune/kinds/{seed}/{number}")
-        kind = rng.choices(list(kinds), list(kinds.values()))[0]
-        names = rng.choice(data.names)
-        if kind == MIX:
-            return _sample(_mixed(data, rng, names))
-        return _sample(_example(data, rng, kind, names, seed, number))
-
-    _try(lambda: draw(0))
-    return draw, tuple(samples), REFUSAL
-
-
-def _weights(kinds: tuple[str, ...]) -> dict[str, float]:
-    weights: dict[str, float] = {}
-    for text in kinds:
-        name, _, weight = text.partition(":")
-        try:
-            weights[name] = float(weight or 1)
-        except ValueError as error:
-            raise InvalidInputError(f"{text!r}: a kind is NAME or NAME:WEIGHT") from error
-        if name not in (MIX, *KINDS) or not weights[name] > 0:
-            raise InvalidInputError(
-                f"{text!r} is no kind of question with a weight above 0; kinds: "
-                f"{', '.join((MIX, *KINDS))}"
-            )
-    if not weights:
-        raise InvalidInputError(f"name at least one kind of question, such as {MIX}")
-    return weights
-
-
-def _mixed(data: ReaderData, rng: random.Random, pool: str) -> ReaderExample:
-    """A context with questions of several kinds, as the reader's own training drew them."""
-    from kvcache_rag_lab.reader.generator import READING, draw_example
-    from kvcache_rag_lab.reader.names import names, wide_names
-
-    known = names("train") if pool == "train" else wide_names(training=True)
-    size = (rng.choice(data.documents), rng.choice(data.facts))
-    while True:
-        example = draw_example(rng, READING, size, data.questions, known)
-        if example.questions:
-            return example
-
-
-def _example(
-    data: ReaderData, rng: random.Random, kind: str, pool: Any, seed: int, number: int
-) -> ReaderExample:
-    example: ReaderExample = _try(
-        lambda: make_example(
-            (seed + 1) * _STRETCH + number,
-            documents=rng.choice(data.documents),
-            facts=rng.choice(data.facts),
-            kind=kind,
-            questions=data.questions,
-            names=pool,
-        )
-    )
-    return example
-
-
-def _try(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except ValueError as error:
-        raise InvalidInputError(f"the reader's generator refuses: {error}") from error
-
-
-def _sample(example: ReaderExample) -> QASample:
-    asked = tuple(
-        QAPair(question.text, question.answer, question.documents) for question in example.questions
-    )
-    return QASample(tuple(example.documents), asked)
 
 
 def _rows(path: Path) -> Iterator[tuple[Row, str]]:
@@ -383,12 +267,10 @@ class TargetSpan:
     Attributes:
         prompt: Ids that are read only.
         target: Ids that are learned, each from everything before it.
-        weights: For "selection": how much each chunk token matters, any scale; empty otherwise.
     """
 
     prompt: tuple[int, ...]
     target: tuple[int, ...]
-    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,92 @@
-"""A reader of the project's own: a tiny model that answers from documents, and its language.
+"""The packaged reader's texts: documents in controlled English, questions, and the exact answers.
 
-The packaged model has under a million parameters and reads controlled English only, but it
-really reads: names and numbers are new in every example, so an answer can come from the documents
-alone. That makes it a test bench for reuse policies that needs no download and no GPU. Importing
-this package does not import torch.
+The reader is a tiny model that reads nothing else, but it really reads: names and numbers are such
+as it never learned, so an answer can come from the documents alone.  That makes it a test bench for
+reuse policies that needs no download and no GPU.  Importing this package does not import torch.
 
-- `make_example`, `make_corpus`: documents, questions, exact answers; a function of their seed.
+- `examples`: contexts of six documents, by the kind of their questions.
+- `collection`: forty documents to retrieve from, each question answered by one of them.
 - `model_path`: the packaged model, for `AutoModelForCausalLM.from_pretrained`.
-- `python -m training.reader.train`: train it again.
-- `python -m training.reader.check`: measure it.
+
+All of it is `corpus.json`, which was written once; what wrote it and trained the reader is at
+commit 00c4d022.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, Final
 
-from kvcache_rag_lab.reader.contexts import ReaderQuestion
-from kvcache_rag_lab.reader.generator import KINDS, ReaderExample, make_corpus, make_example
+__all__ = [
+    "KINDS",
+    "REFUSAL",
+    "ReaderExample",
+    "ReaderQuestion",
+    "collection",
+    "examples",
+    "model_path",
+]
 
-__all__ = ["KINDS", "ReaderExample", "ReaderQuestion", "make_corpus", "make_example", "model_path"]
+KINDS: Final = (
+    *("single", "same_relation", "unanswerable", "two_hop", "multi_value", "two_hop_direct"),
+    *("noise_20", "noise_40", "noise_60", "noise_80", "pronoun", "alias", "unit"),
+)
+"""Kinds of questions.
+
+`same_relation`: every document states the asked relation, each of another entity; `two_hop`: the
+answer names the bridge first, `two_hop_direct`: it does not; `noise_40`: 40 % of the documents
+state the relation of another entity, the others state the answer.  `pronoun`, `alias` and `unit`:
+the last sentence of a document says what the first one of the next needs.
+"""
+
+REFUSAL: Final = "not found"
+"""What the reader says where no document has the answer."""
+
+
+@dataclass(frozen=True)
+class ReaderQuestion:
+    """A question about the documents of a `ReaderExample`.
+
+    Attributes:
+        text: The question.
+        answer: The exact answer; "bridge; final" for two hops, "A, B" for several values,
+            `REFUSAL` if the documents do not say.
+        kind: One of `KINDS`.
+        documents: Indices of the documents that state the facts; empty for a refusal.
+    """
+
+    text: str
+    answer: str
+    kind: str
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReaderExample:
+    """Documents and the questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[ReaderQuestion, ...]
+
+
+def examples(kind: str) -> tuple[ReaderExample, ...]:
+    """All contexts whose questions are of a kind.
+
+    Raises:
+        ValueError: If `kind` is none of `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}, choose from {', '.join(KINDS)}")
+    return tuple(_example(kind, *row) for row in _corpus()["examples"][kind])
+
+
+def collection() -> ReaderExample:
+    """Documents to retrieve from; none contradicts another."""
+    return _example("single", *_corpus()["collection"])
 
 
 def model_path() -> Path:
@@ -32,3 +99,14 @@ def model_path() -> Path:
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"the reader's model is missing: {path} has no config.json")
     return path
+
+
+@cache
+def _corpus() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((files(__name__) / "corpus.json").read_text("utf-8"))
+    return found
+
+
+def _example(kind: str, documents: list[str], questions: list[Any]) -> ReaderExample:
+    asked = (ReaderQuestion(text, said, kind, tuple(where)) for text, said, where in questions)
+    return ReaderExample(tuple(documents), tuple(asked))

@@ -11,7 +11,6 @@
 | `wrong_document` | our own, for wrong answers | most of its words stand in a document beside |
 | `is_rejection` | RGB `predict` | "insufficient information", "信息不足" |
 | `reference_coverage` | RULER `string_match_all` | share of lower-cased substrings |
-| `any_reference` | RULER `string_match_part` | one of them |
 
 All give numbers from 0 to 1.  With several right answers, `best` takes the highest.  The two
 metrics for Chinese need jieba (extra `eval`).
@@ -242,11 +241,6 @@ def reference_coverage(answer: str, references: Sequence[str]) -> float:
         raise InvalidInputError("there are no references to look for; give at least one")
     text = answer.lower()
     return sum(reference.lower() in text for reference in references) / len(references)
-
-
-def any_reference(answer: str, references: Sequence[str]) -> float:
-    """Whether one of the references occurs in the answer (RULER's `string_match_part`, for QA)."""
-    return float(reference_coverage(answer, references) > 0)
 
 
 def best(metric: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:

@@ -5,7 +5,6 @@
 | a count of successes | `wilson`, `Share` | Wilson's score interval |
 | a mean score | `mean_interval` | Wilson's where every score is 0 or 1, else a bootstrap |
 | a difference of scores | `paired_bootstrap` | bootstrap; Wilson's beside it where few differ |
-| a mean over sets, or of differences | `macro_interval`, `macro_difference` | drawn within sets |
 | a difference of losses | `mean_change` | normal approximation |
 | a ratio of mean scores | `paired_ratio`, `kept_ratio`, `least_kept`, `most_provable` | the same |
 | how many questions it takes | `trials_without_loss`, `trials_to_keep` | these, solved for n |
@@ -322,86 +321,6 @@ def mean_interval(
         totals, counts = _resampled(np.stack([sums, sizes]), seed, resamples)
         low, high = percentiles(totals / counts)
     return Interval(mean, low, high, n)
-
-
-def macro_interval(
-    sets: Sequence[Sequence[float]],
-    clusters: Sequence[Sequence[Hashable]] | None = None,
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> Interval:
-    """Mean of the mean scores of several sets, each of which counts alike however large it is.
-
-    The bootstrap draws the clusters of each set anew within it, and never sets: these are the ones
-    that were asked, not a sample of all there could be.
-
-    Args:
-        sets: Scores of each set, by row.
-        clusters: Per set and row, what the row shares with others; None: nothing.
-        seed: Of the resampling.
-        resamples: How many.
-
-    Raises:
-        InvalidInputError: If there is no set, or one without a score.
-    """
-    known: Sequence[Sequence[Hashable] | None] = clusters or [None] * len(sets)
-    values = [
-        _paired(scores, [0.0] * len(scores), shared)
-        for scores, shared in zip(sets, known, strict=True)
-    ]
-    return _macro(values, known, seed, resamples)
-
-
-def macro_difference(
-    first: Sequence[Sequence[float]],
-    second: Sequence[Sequence[float]],
-    clusters: Sequence[Sequence[Hashable]] | None = None,
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> Comparison:
-    """`macro_interval` of `first - second`, row by row of each set.
-
-    Where fewer than `LEAST_DIFFERING` clusters went differently, the interval reaches at least as
-    far as Wilson's for the share of clusters that may be lost, or won, as in `paired_bootstrap`.
-
-    Raises:
-        InvalidInputError: If the rows of a set are not the same, or there are none.
-    """
-    known: Sequence[Sequence[Hashable] | None] = clusters or [None] * len(first)
-    differences = [
-        _paired(mine, theirs, shared)
-        for mine, theirs, shared in zip(first, second, known, strict=True)
-    ]
-    found = _macro(differences, known, seed, resamples)
-    low, high = found.low, found.high
-    joined = None
-    if clusters is not None:  # each is one of its set
-        joined = [(number, one) for number, rows in enumerate(clusters) for one in rows]
-    differing, bounds = _few(np.concatenate(differences), joined)
-    if bounds is not None:
-        low, high = min(low, bounds[0]), max(high, bounds[1])
-    return Comparison(found.value, low, high, found.n, differing)
-
-
-def _macro(
-    sets: Sequence[Array],
-    clusters: Sequence[Sequence[Hashable] | None],
-    seed: int,
-    resamples: int,
-) -> Interval:
-    if not sets:
-        raise InvalidInputError("there is no set to take a mean of; ask at least one")
-    drawn = []
-    for number, (values, shared) in enumerate(zip(sets, clusters, strict=True)):
-        # A seed for each, or sets of one size would draw the same rows.
-        columns = np.stack(_clustered(values, shared))
-        totals, counts = _resampled(columns, seed + number, resamples)
-        drawn.append(totals / counts)
-    low, high = percentiles(np.mean(drawn, axis=0))
-    value = float(np.mean([values.mean() for values in sets]))
-    return Interval(value, low, high, sum(map(len, sets)))
 
 
 def median_interval(

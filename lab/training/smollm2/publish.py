@@ -1,12 +1,12 @@
 """Write the adapter's package: weights in bfloat16, what they are, and the model card.
 
     python -m training.smollm2.publish --adapter ADAPTER --facts FACTS \
-        --confirmation CONFIRMATION --ability ABILITY --out integrations/kvcache-rag-smollm2
+        --confirmation CONFIRMATION --out integrations/kvcache-rag-smollm2
 
 `ADAPTER` is the folder that `kvcache-rag finetune smollm2 --lora RANK --keep-adapter` (or
 `training.blocks`) wrote.  `FACTS` is JSON of what its report does not say, `NEEDED`, and if
-wanted of `FURTHER`.  `CONFIRMATION` and `ABILITY` are what `training.smollm2.confirm` and
-`training.smollm2.ability` wrote; without the first the card says that nothing was measured.
+wanted of `FURTHER`.  `CONFIRMATION` is JSON of what was measured, see `publish`; without it the
+card says that nothing was.  What measured SmolLM2's adapter is at commit 00c4d022.
 
 Written below `--out`: `README.md` (the card) and `kvcache_rag_smollm2/block`.  The rest of the
 package is written by hand.
@@ -39,7 +39,6 @@ from kvcache_rag.models.adapters import (
 from kvcache_rag.models.names import PACKAGED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from training.smollm2.card import model_card
-from training.smollm2.figures import figures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,7 +85,7 @@ def publish(
         out: Of the package.
         facts: `NEEDED`, and some of `FURTHER`.
         confirmation: What was measured: `description`, a sentence, and `tables`, by title a list of
-            rows, which are objects of equal keys (`training.smollm2.figures`); None for nothing.
+            rows, which are objects of equal keys; None for nothing.
 
     Raises:
         InvalidInputError: If it is no adapter of the base, a fact is missing, a path of this
@@ -244,12 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", type=Path, required=True, help="folder of fine-tuning")
     parser.add_argument("--out", type=Path, required=True, help="folder of the package")
     parser.add_argument("--facts", type=Path, required=True, help=f"JSON of {', '.join(NEEDED)}")
-    parser.add_argument("--confirmation", type=Path, help="JSON of training.smollm2.confirm")
-    parser.add_argument("--ability", type=Path, help="JSON of training.smollm2.ability")
+    parser.add_argument("--confirmation", type=Path, help="JSON of what was measured")
     given = parser.parse_args(arguments)
     try:
-        ability = _object(given.ability) if given.ability else None
-        confirmation = figures(_object(given.confirmation), ability) if given.confirmation else None
+        confirmation = _object(given.confirmation) if given.confirmation else None
         place = publish(given.adapter, given.out, _object(given.facts), confirmation)
     except KVCacheRagError as error:
         parser.error(str(error))

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=whole(), metavar="N", help="ask only N of them")
     add_top_k(parser, "default: 3; tiny: 8")
     parser.add_argument(
-        "--seed", metavar="N", type=whole(0), help="decides the facts for tiny (default: 1)"
+        "--seed", metavar="N", type=whole(0), help="decides what tiny is asked (default: 1)"
     )
     add_threads(parser)
     parser.add_argument(
@@ -113,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.model == TINY:
         return
     if arguments.seed is not None:
-        raise InvalidInputError("--seed decides the facts that tiny is asked about; leave it out")
+        raise InvalidInputError("--seed decides what tiny is asked; leave it out")
     from llama_index.kvcache_rag.articles import read_questions
     from llama_index.kvcache_rag.commands.demo_articles import spread
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
@@ -11,11 +12,9 @@ from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag_lab.reader import ReaderExample, ReaderQuestion
+    from kvcache_rag_lab.reader import ReaderQuestion
     from llama_index.kvcache_rag.commands.demo_app import DemoApp, Exchange, Filling
 
-DOCUMENTS: Final = 40
-FACTS: Final = 4
 QUESTIONS: Final = 24
 TOP_K: Final = 8
 MAX_NEW_TOKENS: Final = 24
@@ -56,19 +55,19 @@ class ReaderDemo:
     top_k, max_new_tokens = TOP_K, MAX_NEW_TOKENS
 
     def __init__(self, seed: int, questions: int) -> None:
-        """Make documents and questions.
+        """Take the documents, and questions about them.
 
         Args:
-            seed: Decides them.
-            questions: How many.
+            seed: Decides which questions.
+            questions: How many at most.
         """
-        from kvcache_rag_lab.reader import make_corpus
+        from kvcache_rag_lab.reader import collection
 
-        self.seed, self.collection = seed, f"demo-{seed}"
-        self.corpus: ReaderExample = make_corpus(
-            seed, documents=DOCUMENTS, facts=FACTS, questions=questions
-        )
-        self.texts = {f"document-{index}": text for index, text in enumerate(self.corpus.documents)}
+        self.seed, self.collection = seed, "demo-reader"
+        known = collection()
+        order = random.Random(seed).sample(known.questions, len(known.questions))
+        self.corpus = replace(known, questions=tuple(order[:questions]))
+        self.texts = {f"document-{index}": text for index, text in enumerate(known.documents)}
 
     def facts(self, app: DemoApp, filling: Filling) -> dict[str, Any]:
         """What is asked about, and what ingestion did."""

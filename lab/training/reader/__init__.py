@@ -1,1 +1,0 @@
-"""How the packaged reader was trained, from nothing, on CPU: `python -m training.reader.train`."""
