@@ -183,6 +183,7 @@ def answers(device: str, folder: Path) -> dict[str, float]:
             store=store,
             template=template,
             rotation=rotation,
+            prompt_memory=0,
         )
         found.add(texts)
         return found

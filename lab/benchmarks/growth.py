@@ -246,7 +246,7 @@ class Questions:
         template = PromptTemplate(system=words(32, 1) + " ", chunk_start="", chunk_end="")
         stores = {"memory": MemoryStore(8 << 30), "files": DiskStore(folder, durable=False)}
         self._engines = {
-            name: Engine(model, tokenizer, store=store, template=template)
+            name: Engine(model, tokenizer, store=store, template=template, prompt_memory=0)
             for name, store in stores.items()
         }
         self._question = words(QUERY, 2)

@@ -264,7 +264,9 @@ def first_tokens(
     for asked in policies:
         cut = LegoLink(asked.head)
         made = {
-            where: Engine(model, tokenizer, template=template, store=store, policy=cut)
+            where: Engine(
+                model, tokenizer, template=template, store=store, policy=cut, prompt_memory=0
+            )
             for where, store in (("disk", kept), ("memory", memory))
         }
         layout = made["disk"]._adapter.measured.chunk_layout

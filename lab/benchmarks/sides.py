@@ -112,6 +112,7 @@ class Bench:
                 store=self._store(name),
                 template=self.template,
                 rotation="deferred" if name == DEFERRED else "copied",
+                prompt_memory=0,  # every prompt is timed as if it were the first
             )
         return self._engines[name]
 

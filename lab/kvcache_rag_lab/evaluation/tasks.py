@@ -2,7 +2,7 @@
 
 | names | questions | metrics, the first is the main one |
 |---|---|---|
-| reader_KIND | the packaged reader's texts, 14 to 72 questions | exact_match, refused |
+| reader_KIND | the packaged reader's texts, 18 to 72 questions | exact_match, refused |
 | niah_* | `niah` | reference_coverage |
 | rgb_en, rgb_en_int, rgb_zh, rgb_zh_int, also _noiseNN | RGB | accuracy, rejected, containment |
 | hotpotqa, 2wiki, musique | multi-document QA | containment, f1, exact_match, … |

@@ -247,6 +247,7 @@ class Workplaces:
             template=replace(template, system=instruction) if instruction else template,
             auxiliary=self.auxiliary,
             gate=None,
+            prompt_memory=0,  # what was asked before changes neither times nor rounding
         )
         return unwarned(engine)
 
