@@ -151,7 +151,9 @@ def scripted_engine(
         return left.pop(0)
 
     model, tokenizer = scripted(script, template, RESPONSE if native else None)
-    return Engine(model, tokenizer, template=PromptTemplate(system="Read.\n")), seen
+    read = PromptTemplate(system="Read.\n")
+    # The script reads prompts as they are computed.
+    return Engine(model, tokenizer, template=read, prompt_memory=0), seen
 
 
 def native_call(*calls: tuple[str, dict[str, Any]]) -> str:

@@ -151,7 +151,8 @@ def test_a_full_prefill_misses_nothing_and_computes_everything(engine: Engine) -
 def test_reused_and_computed_are_the_prompt_but_for_the_prefix(engine: Engine) -> None:
     for _ in range(2):
         metrics = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1).metrics
-        together = metrics.reused_tokens + metrics.computed_tokens + metrics.prefix_tokens
+        held = metrics.reused_tokens + metrics.continued_tokens
+        together = held + metrics.computed_tokens + metrics.prefix_tokens
         assert together == metrics.prompt_tokens
 
 

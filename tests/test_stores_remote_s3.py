@@ -123,7 +123,8 @@ def test_a_silent_server_costs_one_timeout() -> None:
 
 def engine_over(remote: RemoteStore, folder: Path) -> Engine:
     store = TieredStore(MemoryStore(), DiskStore(folder, durable=False), remote)
-    return Engine(make_model(), make_tokenizer(), store=store)
+    # Each question asks the store.
+    return Engine(make_model(), make_tokenizer(), store=store, prompt_memory=0)
 
 
 @pytest.fixture(scope="module")

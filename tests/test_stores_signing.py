@@ -458,7 +458,12 @@ def test_a_key_is_in_nothing_that_is_shown_or_sent(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- answers
 def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
     return Engine(
-        build("llama"), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+        build("llama"),
+        byte_tokenizer(),
+        template=TEMPLATE,
+        store=store,
+        rotation=rotation,
+        prompt_memory=0,  # each question asks the store
     )
 
 

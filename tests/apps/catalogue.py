@@ -94,7 +94,8 @@ def scripted_engine(costs: list[Metrics], *answers: str) -> CountingEngine:
         return next(left) if prompt.endswith("<assistant>") else ""  # a chunk
 
     template = PromptTemplate(system="Read.\n")
-    engine = CountingEngine(*scripted(script, NATIVE, RESPONSE), template=template)
+    model = scripted(script, NATIVE, RESPONSE)
+    engine = CountingEngine(*model, template=template, prompt_memory=0)
     engine.costs = costs
     return engine
 

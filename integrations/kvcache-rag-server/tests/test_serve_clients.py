@@ -108,7 +108,9 @@ def test_openai_streams(sync: openai.OpenAI, engine: Engine) -> None:
         usage = chunks[-1].usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
-        assert usage.prompt_tokens_details.cached_tokens == cached
+        found = usage.prompt_tokens_details.cached_tokens
+        assert found >= cached
+        assert bool(found) is bool(cached)
 
 
 def test_openai_gives_its_own_answers_back(sync: openai.OpenAI) -> None:
@@ -195,7 +197,8 @@ def test_langchain_invokes_and_streams(langchain: Any, engine: Engine) -> None:
     answers = [llm.invoke(QUESTION) for _ in "12"]
     assert [one.content for one in answers] == [expected.text] * 2
     read = [one.usage_metadata["input_token_details"]["cache_read"] for one in answers]
-    assert read == [0, chunk_tokens(engine, "Tano")]
+    assert read[0] == 0
+    assert read[1] >= chunk_tokens(engine, "Tano")
     whole = None
     for piece in llm.stream(QUESTION):
         whole = piece if whole is None else whole + piece
@@ -248,7 +251,7 @@ def test_llama_index_chats_and_streams(llama: Any, engine: Engine) -> None:
     answers = [llm.chat([message]) for _ in "12"]
     assert [one.message.content for one in answers] == [expected.text] * 2
     details = answers[1].raw.usage.prompt_tokens_details
-    assert details.cached_tokens == chunk_tokens(engine, "Bralo")
+    assert details.cached_tokens >= chunk_tokens(engine, "Bralo")
     *_, last = llm.stream_chat([message])
     assert last.message.content == expected.text
     assert llm.complete(QUESTION).text == expected.text

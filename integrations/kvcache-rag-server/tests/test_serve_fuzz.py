@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.core.errors import InvalidSchema
 from serve_fakes import settings, tiny_backend
 
 from kvcache_rag_server.app import build_app
@@ -65,6 +66,15 @@ def no_traceback(ctx: Any, response: Any, case: Any) -> None:
         assert set(response.json()) == {"error"}, response.text
 
 
+@hypothesis.strategies.composite
+def drawn(draw: Any, cases: Any) -> Any:
+    """A case; schemathesis itself cannot draw from some of the schemas that it makes of ours."""
+    try:
+        return draw(cases)
+    except InvalidSchema:
+        hypothesis.reject()
+
+
 def ask_all(app: Any, label: str, mode: GenerationMode, count: int, **sent: str) -> set[int]:
     """Ask one operation so often; gives the statuses of the answers."""
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
@@ -81,7 +91,7 @@ def ask_all(app: Any, label: str, mode: GenerationMode, count: int, **sent: str)
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    @hypothesis.given(case=drawn(operation.as_strategy(generation_mode=mode)))
     def ask(case: Any) -> None:
         reply = case.call_and_validate(checks=checks(), headers=sent or None)
         statuses.add(reply.status_code)
@@ -105,6 +115,7 @@ def test_what_the_schema_allows_is_answered_or_refused_as_declared(app: Any, lab
 @pytest.mark.parametrize("label", sorted(one for one in OPERATIONS if one.startswith("POST")))
 def test_what_the_schema_forbids_is_refused(app: Any, label: str) -> None:
     statuses = ask_all(app, label, GenerationMode.NEGATIVE, EXAMPLES)
+    assert statuses
     assert statuses <= {400, 401, 403, 404, 405, 413, 415}
 
 

@@ -59,7 +59,8 @@ async def test_documents_are_computed_once_and_then_reused(app: FastAPI, engine:
     cold = await post(app, chat(QUESTION, documents=DOCUMENTS))
     warm = await post(app, chat(QUESTION, documents=DOCUMENTS))
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == prefix + chunks
+    cached = prefix + chunks + warm["kvcache"]["continued_tokens"]
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
     assert (cold["kvcache"]["misses"], warm["kvcache"]["hits"]) == (3, {"memory": 3})
     for body in (cold, warm):
         usage = body["usage"]
@@ -108,7 +109,8 @@ async def test_each_request_has_its_policy(
         assert body["choices"][0]["message"]["content"] == expected.text
         assert body["kvcache"]["recomputed_tokens"] == expected.metrics.recomputed_tokens
     if name == "full":  # nothing of it comes from a store
-        assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached = bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == bodies[1]["kvcache"]["continued_tokens"]
 
 
 async def test_a_stream_joins_to_the_whole_answer(app: FastAPI, engine: Engine) -> None:

@@ -131,7 +131,8 @@ async def test_two_keys_with_the_same_document_do_not_share_it(
 
     first, again, other, other_again, last = await asyncio.to_thread(served)
     assert (first, other) == (0, 0)
-    assert again == other_again == last > 0
+    # The last prompt of the tenant that is answered stays in memory, too; no other tenant's does.
+    assert again == other_again > last > 0
     assert not [key for key in keys.values() if key in caplog.text]
 
 

@@ -241,7 +241,7 @@ async def test_a_model_that_cannot_answer_is_not_ready(
 
 async def test_counters_are_plain_values_per_tier(tmp_path: Path) -> None:
     store = TieredStore(MemoryStore(), DiskStore(tmp_path))
-    backend = LocalBackend(reader(store=store))
+    backend = LocalBackend(reader(store=store, prompt_memory=0))  # each question asks the store
     try:
         await answer_of(backend, make_work(0))
         await answer_of(backend, make_work(1))

@@ -233,7 +233,8 @@ def test_engines_that_differ_in_one_option_have_different_keys(tmp_path: Any) ->
     assert len({*keys.values()}) == len(ENGINES)
     assert key(ChatKVCache(engine=engine_of())) == keys["plain"], "the place of chunks is nothing"
     assert key(ChatKVCache(engine=engine_of(store=DiskStore(tmp_path)))) == keys["plain"]
-    known = {"model", "tokenizer", "store", "gate"}
+    assert key(ChatKVCache(engine=engine_of(prompt_memory=0))) == keys["plain"], "nor what is kept"
+    known = {"model", "tokenizer", "store", "gate", "prompt_memory"}
     assert {*engine_of()._options} - known <= ENGINES.keys()
 
 

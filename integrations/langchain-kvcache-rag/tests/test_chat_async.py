@@ -191,5 +191,6 @@ async def test_a_graph_carries_documents_from_turn_to_turn(llm: ChatKVCache) -> 
     assert last.text == expected.text
     assert last.usage_metadata is not None
     read = expected.metrics.reused_tokens
+    read += last.response_metadata["kv_cache"]["continued_tokens"]
     assert last.usage_metadata["input_token_details"] == {"cache_read": read, "cache_creation": 0}
     assert state["messages"][0].content[0] == document_block(Document("one"))

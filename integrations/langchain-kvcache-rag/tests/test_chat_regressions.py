@@ -182,10 +182,7 @@ def test_a_template_without_a_system_role_is_given_none(messages: list[Any]) -> 
 
 def test_what_is_not_kept_is_not_counted_as_written_to_the_cache(llm: ChatKVCache) -> None:
     asked = over("what?", "one")
-    assert details(llm.invoke(asked, policy=FullRecompute())) == {
-        "cache_read": 0,
-        "cache_creation": 0,
-    }
+    assert details(llm.invoke(asked, policy=FullRecompute()))["cache_creation"] == 0
     assert details(llm.invoke(asked))["cache_creation"] > 0
 
 
