@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.mask import MaskedSequence, PositionScheme, block_mask, chunk_columns
+from kvcache_rag.kv.mask import MaskedSequence, PositionScheme, block_mask
 from kvcache_rag.stitching.stitch import first_positions
 
 
@@ -70,6 +70,22 @@ def test_no_chunks_is_plain_causal_attention_too() -> None:
     found = block_mask([1, 2], [], [3])
     assert lists(found) == ([1, 2, 3], [0, 1, 2], [0, 1, 2])
     assert rows(found.allowed) == ["x..", "xx.", "xxx"]
+
+
+def chunk_columns(prefix: int, chunks: Sequence[int]) -> list[int]:
+    """Where the tokens of the chunks are in the sequence of `block_mask`.
+
+    Args:
+        prefix: Tokens of the prefix, a copy of which stands before every chunk.
+        chunks: Tokens of each chunk.
+    """
+    columns: list[int] = []
+    stop = 0
+    for tokens in chunks:
+        start = stop + prefix
+        stop = start + tokens
+        columns += range(start, stop)
+    return columns
 
 
 @pytest.mark.parametrize("scheme", ["reordered", "composite"])

@@ -89,22 +89,6 @@ def block_mask(
     )
 
 
-def chunk_columns(prefix: int, chunks: Sequence[int]) -> list[int]:
-    """Where the tokens of the chunks are in the sequence of `block_mask`.
-
-    Args:
-        prefix: Tokens of the prefix, a copy of which stands before every chunk.
-        chunks: Tokens of each chunk.
-    """
-    columns: list[int] = []
-    stop = 0
-    for tokens in chunks:
-        start = stop + prefix
-        stop = start + tokens
-        columns += range(start, stop)
-    return columns
-
-
 def recompute_mask(
     prefix: Sequence[int],
     chunks: Sequence[Sequence[int]],
