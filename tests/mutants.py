@@ -126,7 +126,7 @@ def table() -> list[Mutant]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
+        import tomli as tomllib
     rows = tomllib.loads(TABLE.read_text("utf-8"))["mutant"]
     mutants = [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
     twice = {one.law for one in mutants if sum(one.law == other.law for other in mutants) > 1}

@@ -149,8 +149,9 @@ class Bound:
         old = self.runner
         loader = old.loader
         if loader is not None:
-            stores = [one.prefiller.store for one in (loader, loader.combinations) if one]
-            loader = loader_of(self.model, stores[0], stores[1], renderer)
+            joint = loader.combinations
+            together = None if joint is None else joint.prefiller.store
+            loader = loader_of(self.model, loader.prefiller.store, together, renderer)
         old.memory.outdate()
         runner = old.over(renderer, loader, old.auxiliary, old.memory)
         guard = self.guard.rebound(app_model, runner.prefiller, renderer)

@@ -13,6 +13,7 @@ import torch
 
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.generation.context import Context, ContextRow, Filler
+from kvcache_rag.generation.prompt_memory import ALIGNMENT
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.cache import buffer_cache, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _COMPUTED: Final = "computed"  # the beginning of a prompt that is no stored chunks
 
-_ALIGNMENT, _TENSORS = 64, 64  # bytes between tensors; tensors of a chunk at most
+_TENSORS: Final = 64  # of a chunk at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +222,7 @@ class BufferFiller(Filler):
         chunks = {chunk.key: prompt for prompt in prompts for chunk in prompt.chunks}
         return sum(
             self.loader.of(prompt.chunks).prefiller.store.codec.nbytes(layout, key.tokens)
-            + _TENSORS * _ALIGNMENT
+            + _TENSORS * ALIGNMENT
             for key, prompt in chunks.items()
         )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Room for generated tokens is rounded up, so that a buffer can serve the next question too.
 CAPACITY_STEP: Final = 256
 CODES_STEP: Final = 4 << 20  # the same, in bytes of chunks in the form of a codec
-_ALIGNMENT: Final = 64  # bytes between tensors
+ALIGNMENT: Final = 64  # bytes between tensors
 # Of a prompt that another one goes on from, no more than this part of what they share is lost.
 _LOST: Final = 4
 
@@ -57,7 +57,7 @@ class PromptMemory:
     """The last prompts of one tenant.  Not thread-safe: whoever uses it holds the model.
 
     Attributes:
-        limit: Bytes of all buffers; None for one buffer, whatever its size.
+        limit: Bytes of all buffers, beside one that is larger by itself; None for one buffer.
     """
 
     def __init__(self, model: LanguageModel, limit: int | None = None) -> None:
@@ -150,7 +150,7 @@ class PromptMemory:
 
         def room(count: int) -> Tensor:
             nonlocal used
-            begin, used = used, used + -(-count // _ALIGNMENT) * _ALIGNMENT
+            begin, used = used, used + -(-count // ALIGNMENT) * ALIGNMENT
             if used > len(memory):
                 return torch.empty(count, dtype=torch.uint8)
             return memory[begin : begin + count]
