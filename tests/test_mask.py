@@ -72,7 +72,7 @@ def test_no_chunks_is_plain_causal_attention_too() -> None:
     assert rows(found.allowed) == ["x..", "xx.", "xxx"]
 
 
-def chunk_columns(prefix: int, chunks: Sequence[int]) -> list[int]:
+def chunk_columns(prefix: int, chunks: list[int]) -> list[int]:
     """Where the tokens of the chunks are in the sequence of `block_mask`.
 
     Args:
