@@ -105,6 +105,21 @@ def test_answers_batches_and_streams_are_those_of_copying(
 
 
 @needs_kernel
+@pytest.mark.parametrize("name", READ)
+def test_a_question_that_begins_alike_goes_on_behind_codes(
+    name: str, filled: Callable[[str], Path]
+) -> None:
+    engine, seen, again = asked(name, disk(filled(name))), Recorder(), Recorder()
+    longer = f"{QUESTION}\nAnswer: it was.\n{LONG}"
+    engine.generate(longer, TEXTS, max_new_tokens=3, logits_processor=[seen])
+    engine.forget_buffer()
+    first = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
+    then = engine.generate(longer, TEXTS, max_new_tokens=3, logits_processor=[again]).metrics
+    assert (then.rotation, then.continued_tokens) == ("deferred", first.query_tokens)
+    assert error(again.steps[0].float(), seen.steps[0].float()) < BATCH_ROUNDING
+
+
+@needs_kernel
 @pytest.mark.parametrize("policy", [BestLast(), BestLast(0.6, "composite")], ids=repr)
 @pytest.mark.parametrize("name", READ)
 def test_what_is_computed_with_the_question_attends_to_the_others_in_place(

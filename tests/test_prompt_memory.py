@@ -8,9 +8,18 @@ from typing import Any
 import access
 import pytest
 import torch
-from laws import LONG_QUESTION, QUESTION, TEXTS, TOLERANCE, TURNS, Recorder, error, make_engine
+from laws import (
+    LONG_QUESTION,
+    QUESTION,
+    TEXTS,
+    TOLERANCE,
+    TURNS,
+    Recorder,
+    error,
+    make_engine,
+)
 from torch import Tensor
-from zoo import FAMILIES, build, byte_tokenizer
+from zoo import FAMILIES, HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import (
     Answer,
@@ -25,6 +34,7 @@ from kvcache_rag.policies import BestLast, CacheBlend
 
 POLICIES = [FullRecompute(), Reuse(), BestFew(2), BestLast(0.5)]
 OTHER = "Who was it, and when?"
+STATES_TOLERANCE = 5e-4  # as in `test_hybrids`
 
 
 def asked(engine: Engine, question: str, texts: list[str] = TEXTS, **options: Any) -> Answer:
@@ -73,6 +83,41 @@ def test_law_what_begins_alike_goes_on_alike(family: Engine, policy: Any) -> Non
     again = asked(family, OTHER, policy=policy, history=TURNS).metrics
     whole = again.prompt_tokens - (0 if policy.is_full else again.prefix_tokens)
     assert again.continued_tokens == whole - again.reused_tokens - 1
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_law_states_are_gone_on_from_where_they_are(name: str) -> None:
+    engine = make_engine(name)
+    # Its prompt begins with all of the first one's.
+    longer = f"{QUESTION}\nAnswer: it was.\n{OTHER}"
+    for policy in (Reuse(), FullRecompute()):
+        reference = alone(engine, longer, policy=policy)
+        engine.forget_buffer()
+        before = asked(engine, QUESTION, policy=policy, max_new_tokens=1).metrics
+        metrics = asked(engine, longer, policy=policy, max_new_tokens=1).metrics
+        known = before.prompt_tokens if policy.is_full else before.query_tokens
+        has_attention = bool(engine._bound.model.measured.groups)
+        is_continued = has_attention or not policy.is_full
+        assert metrics.continued_tokens == (known if is_continued else 0)
+        asked(engine, QUESTION, policy=policy, max_new_tokens=1)
+        assert error(steps(engine, longer, policy=policy), reference) < STATES_TOLERANCE
+        # Of all or of nothing: the state of where they part is nowhere.
+        assert asked(engine, OTHER, policy=policy).metrics.continued_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_5", "falcon_h1"])
+def test_law_behind_chunks_that_lie_elsewhere(name: str) -> None:
+    engine = make_engine(name, rotation="deferred")
+    engine.add(TEXTS)
+    longer = f"{QUESTION}\nAnswer: it was.\n{OTHER}"
+    reference = alone(engine, longer, policy=Reuse())
+    first = asked(engine, QUESTION, policy=Reuse(), max_new_tokens=1).metrics
+    assert first.rotation == "deferred"
+    assert error(steps(engine, longer, policy=Reuse()), reference) < STATES_TOLERANCE
+    asked(engine, QUESTION, policy=Reuse(), max_new_tokens=1)
+    metrics = asked(engine, longer, policy=Reuse()).metrics
+    assert metrics.continued_tokens == first.query_tokens
+    assert asked(engine, longer, TEXTS[::-1], policy=Reuse()).metrics.continued_tokens == 0
 
 
 def test_law_it_would_notice_other_keys(engine: Engine) -> None:
@@ -138,6 +183,21 @@ def test_other_weights_and_other_tenants_begin_anew(engine: Engine) -> None:
         reference = alone(engine, OTHER, policy=policy)
         asked(engine, QUESTION, policy=policy)
         assert error(steps(engine, OTHER, policy=policy), reference) < TOLERANCE
+
+
+def test_tenants_have_one_memory_and_none_goes_on_from_another(engine: Engine) -> None:
+    engine = make_engine("qwen2", prompt_memory=1 << 30)
+    tenants = [engine, engine.in_namespace("other")]
+    assert access.runner(tenants[1]).memory is access.runner(engine).memory
+    for policy in (Reuse(), FullRecompute()):
+        first = [asked(one, QUESTION, policy=policy).metrics for one in tenants]
+        assert [one.continued_tokens for one in first] == [0, 0]
+        # Nor is the first one's pushed out by a prompt that is stopped.
+        cancelled = threading.Event()
+        cancelled.set()
+        asked(tenants[1], OTHER, policy=policy, cancelled=cancelled)
+        again = [asked(one, QUESTION, policy=policy).metrics for one in tenants]
+        assert all(one.continued_tokens for one in again)
 
 
 def test_an_answer_that_was_cancelled_leaves_what_it_had(engine: Engine) -> None:

@@ -193,7 +193,7 @@ class Auxiliary(NamedArguments):
     def in_namespace(self, namespace: str) -> Auxiliary:
         """The same for another tenant, who cannot notice what the first one's questions stored."""
         other = type(self)(self.engine.in_namespace(namespace))
-        other._name, other._lock = self._name, self._lock
+        other._name, other._lock, other._memory = self._name, self._lock, self._memory
         return other
 
     def forget_buffer(self) -> None:

@@ -342,7 +342,6 @@ class Engines:
         self.base = base
         self._lock = new_lock()
         self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
-        self._last = base
 
     def of(self, namespace: str) -> Engine:
         """The engine of a tenant."""
@@ -355,20 +354,6 @@ class Engines:
             with self._lock:
                 engine = self._known.setdefault(namespace, candidate)
         return engine
-
-    def answering(self, namespace: str) -> Engine:
-        """The engine of a tenant, for the thread that answers."""
-        engine = self.of(namespace)
-        if engine is not self._last:
-            self._last.forget_buffer()  # large, and made for prompts of another tenant
-            self._last = engine
-        return engine
-
-    def explained(self, namespace: str) -> None:
-        """Keep no memory of a prompt that was only explained; for the thread that answers."""
-        engine = self.of(namespace)
-        if engine is not self._last:
-            engine.forget_buffer()
 
 
 def twin(engine: Engine, device: str) -> Engine:

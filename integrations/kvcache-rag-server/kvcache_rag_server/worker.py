@@ -159,7 +159,7 @@ class Server:
                 job.deliver(begun)
             job.deliver(Piece(text))
 
-        engine = self.engines.answering(work.namespace)
+        engine = self.engines.of(work.namespace)
         options = _options(work)
         options.update(cancelled=job.cancelled, emit=emit if work.streaming else None)
         with _seeded(work, engine):
@@ -204,7 +204,6 @@ class Server:
             tell = partial(explained.set_exception, error)
         with suppress(InvalidStateError):
             tell()
-        self.engines.explained(work.namespace)
 
     def together(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
         """Answer jobs that are alike in one batch; one by one if it fails, so that each knows why.
@@ -241,7 +240,7 @@ class Server:
 
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
         work = jobs[0].work
-        engine = self.engines.answering(work.namespace)
+        engine = self.engines.of(work.namespace)
         works = [(job.work, job.inputs) for job in jobs]
         asked = [
             (grounded(engine, one)[0], chunks, one.history, one.scores, one.question)

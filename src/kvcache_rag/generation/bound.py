@@ -152,8 +152,7 @@ class Bound:
             joint = loader.combinations
             together = None if joint is None else joint.prefiller.store
             loader = loader_of(self.model, loader.prefiller.store, together, renderer)
-        old.memory.outdate()
-        runner = old.over(renderer, loader, old.auxiliary, old.memory)
+        runner = old.over(renderer, loader, old.auxiliary)
         guard = self.guard.rebound(app_model, runner.prefiller, renderer)
         planner = replace(self.planner, renderer=renderer)
         return Bound.of(runner, planner, self.tokenizer, guard)

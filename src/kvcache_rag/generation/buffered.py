@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -15,7 +14,7 @@ from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.generation.context import Context, ContextRow, Filler
 from kvcache_rag.generation.prompt_memory import ALIGNMENT
 from kvcache_rag.models.attention.scaled import weighed_chunks
-from kvcache_rag.models.cache import buffer_cache, remember
+from kvcache_rag.models.cache import buffer_cache, keep_states, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
 from kvcache_rag.models.deferred.support import (
     deferral_refusal,
@@ -25,7 +24,6 @@ from kvcache_rag.models.deferred.support import (
 from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens, compute, recompute
-from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import StitchedRow
 
@@ -34,13 +32,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.generation.context import Prompt
-    from kvcache_rag.generation.prompt_memory import Beginning, PromptMemory
+    from kvcache_rag.generation.prompt_memory import Beginning, KeptPrompt, PromptMemory
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.loader import Shared
 
-_COMPUTED: Final = "computed"  # the beginning of a prompt that is no stored chunks
+_DEFERRED: Final = "deferred"  # the beginning of what is computed behind chunks that lie elsewhere
 
 _TENSORS: Final = 64  # of a chunk at most
 
@@ -59,12 +57,24 @@ class BufferContext(Context):
     memory: PromptMemory | None = None
     beginning: Beginning | None = None
 
-    def leave(self, answers: Sequence[Sequence[int]]) -> None:
+    def leave(self, answers: Sequence[Sequence[int]], cache: Any, *, is_cut: bool) -> None:
         # Without a token of an answer, its prompt may have been cancelled half computed.
-        if self.memory is not None and self.beginning is not None and answers[0]:
-            # The last token of an answer is not computed any more.
-            ids = [*self.rows[0].ids.tolist(), *answers[0][:-1]]
-            self.memory.leave(self.beginning, ids)
+        if self.memory is None or self.beginning is None or not answers[0]:
+            return
+        # The last token of an answer is not computed any more.
+        ids = [*self.rows[0].ids.tolist(), *answers[0][:-1]]
+        if self.model.recurrent is not None:
+            held = cache.get_seq_length()
+            if is_cut or held > len(ids):  # states of half a pass, or behind what was not said
+                return
+            ids = ids[:held]
+            keep_states(cache, cast("KVBuffer", self.buffer))
+        self.memory.leave(self.beginning, ids[self._first :])
+
+    @property
+    def _first(self) -> int:
+        """Place of the first token that the buffer holds."""
+        return self.rows[0].shape.context_tokens if self.rotation == "deferred" else 0
 
     def cache(self, missing: Sequence[int]) -> Any:
         if self.buffer is None:
@@ -83,7 +93,11 @@ class BufferContext(Context):
             ]
             for row in self.rows
         ]
-        cache = segments_cache(layout, rows, width - longest, keep, self.buffer)
+        known = self.rows[0].continued
+        cache = segments_cache(layout, rows, width - longest - known, keep, self.buffer, known)
+        if known:
+            remember(cache, self.buffer.layer_states())
+            return cache
         for number, row in enumerate(rows):
             if row:
                 states = self.buffer.single(number, 0).states
@@ -134,25 +148,23 @@ class BufferFiller(Filler):
         plain, row = super().computed(rows, request), rows[0]
         limit = self.model.measured.limit
         tokens = len(row.ids) + request.max_new_tokens
-        # Beyond its limit a model may compute the same beginning of a longer prompt otherwise.
-        if len(rows) > 1 or not self._lets_go_on(request) or (limit and tokens > limit):
+        # Beyond its limit a model may compute the same beginning of a longer prompt otherwise; and
+        # without attention, it answers greedily alone from a cache of ours.
+        if (
+            len(rows) > 1
+            or uses_beams(request.options)
+            or (limit and tokens > limit)
+            or not self.model.measured.groups
+        ):
             return plain
         ids = row.ids.tolist()
-        left = [(one.alike(ids), one) for one in self.memory.left(_COMPUTED)]
-        known, kept = max(left, key=itemgetter(0), default=(0, None))
-        if kept is None or not known:
-            buffer = self.memory.room(1, tokens)
-        else:
-            buffer = self.memory.going_on(kept, known, tokens)
+        beginning = self._computed_beginning
+        left = [(one.alike(ids), one) for one in self.memory.left(beginning)]
+        buffer, known = self._gone_on(left, tokens)
         row = replace(row, continued=known)
         return BufferContext(
-            self.model, [row], buffer=buffer, memory=self.memory, beginning=_COMPUTED
+            self.model, [row], buffer=buffer, memory=self.memory, beginning=beginning
         )
-
-    def _lets_go_on(self, request: Request) -> bool:
-        """Whether the next prompt may go on from the only one of a request."""
-        # A state is that behind the last token; beams repeat and reorder rows.
-        return self.model.recurrent is None and not uses_beams(request.options)
 
     # ------------------------------------------------------------------ copied or deferred?
 
@@ -202,6 +214,7 @@ class BufferFiller(Filler):
     def _deferred(self, prompts: Sequence[Prompt]) -> Context:
         shared: Shared = {}
         codes = None
+        beginning = self._beginning(prompts)
         if self._reads_codes(prompts):
             codes = self.memory.codes(self._stored_bytes(prompts))
         rows = []
@@ -212,9 +225,28 @@ class BufferFiller(Filler):
             rows.append(ContextRow(*self._joined(prompt, loaded), loaded, policy))
         # Memory for queries and answers alone.
         capacity = max(row.missing for row in rows) + prompts[0].request.max_new_tokens
+        if beginning is None:
+            room = self.memory.room(len(rows), capacity)
+            return BufferContext(self.model, rows, "deferred", buffer=room)
+        behind: Beginning | None = (_DEFERRED, beginning)
+        ids = prompts[0].query
+        left = [(one.alike(ids), one) for one in self.memory.left(behind)]
+        buffer, known = self._gone_on(left, capacity)
+        if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
+            behind = None  # what was computed now is rounded when it is loaded
+        rows = [replace(rows[0], continued=known)]
         return BufferContext(
-            self.model, rows, "deferred", buffer=self.memory.room(len(rows), capacity)
+            self.model, rows, "deferred", buffer=buffer, memory=self.memory, beginning=behind
         )
+
+    def _gone_on(
+        self, left: Sequence[tuple[int, KeptPrompt]], capacity: int
+    ) -> tuple[KVBuffer, int]:
+        """A buffer for a prompt, and how many of its first tokens are there, by what is left."""
+        known, kept = max(left, key=itemgetter(0), default=(0, None))
+        if kept is None or not known:
+            return self.memory.room(1, capacity), 0
+        return self.memory.going_on(kept, known, capacity), known
 
     def _stored_bytes(self, prompts: Sequence[Prompt]) -> int:
         """Bytes of all distinct chunks of a batch in the form of their store's codec."""
@@ -252,53 +284,23 @@ class BufferFiller(Filler):
                 known[prompt.chunks] = row
         if len(rows) > 1 and self.model.recurrent is not None:
             rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
-        exact = self.loader.of(prompts[0].chunks).prefiller.stores_as_computed
-        if rows[0].loaded.misses and not exact:
+        if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
             beginning = None  # what was computed now is rounded when it is loaded
         return BufferContext(self.model, rows, "copied", why, buffer, self.memory, beginning)
-
-    def _beginning(self, prompts: Sequence[Prompt]) -> Beginning | None:
-        """What the context of a prompt is made of; None if the next one cannot go on from it."""
-        first = prompts[0]
-        policy = first.policy
-        if (
-            len(prompts) > 1
-            or not policy.is_reuse
-            or policy.scaling is not None
-            or not self._lets_go_on(first.request)
-        ):
-            return None
-        keys = tuple((chunk.key, chunk.is_joint) for chunk in first.chunks)
-        return keys, policy.positions, policy.adjacent_query
 
     def _continued(self, prompt: Prompt, beginning: Beginning) -> ContextRow | None:
         """A prompt that goes on from one of the last ones; None if it begins otherwise."""
         left = self.memory.left(beginning)
         if not left:
             return None
-        started, loader = time.perf_counter(), self.loader.of(prompt.chunks)
-        tiers = loader.tiers(prompt.chunks)
-        if not all(tiers):  # deleted, or evicted: it is computed and stored again
-            return None
-        chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
-        context = len(loader.prefiller.prefix_ids) + chunks
-        before = left[0].ids[:context]  # the same of all
-        ids = (*before, *prompt.query)
+        context = self._context_tokens(prompt)
+        ids = (*left[0].ids[:context], *prompt.query)  # the contexts of all are the same
         known, kept = max(((one.alike(ids), one) for one in left), key=itemgetter(0))
-        if known < context:
+        row = self._row_going_on(prompt, kept.ids, known)
+        if row is None:
             return None
         buffer = self.memory.going_on(kept, known, len(ids) + prompt.request.max_new_tokens)
-        loaded = LoadedContext(
-            before,
-            load=time.perf_counter() - started,
-            hits=dict(Counter(tiers)),
-            reused_tokens=chunks,
-            begun=started,
-        )
-        whole, shape = self._joined(prompt, loaded)
-        stitched = StitchedRow(self.model, buffer, whole, shape)
-        row = ContextRow(whole, shape, loaded, prompt.policy, stitched)
-        return replace(row, continued=known - context)
+        return replace(row, stitched=StitchedRow(self.model, buffer, row.ids, row.shape))
 
     def choose(self, prompt: Prompt) -> ContextRow:
         room = self._tokens(prompt) + prompt.request.max_new_tokens
@@ -306,9 +308,7 @@ class BufferFiller(Filler):
 
     def _tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that have a place in its buffer."""
-        prefiller = self.loader.prefiller
-        chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
-        return len(prefiller.prefix_ids) + chunks + len(prompt.query)
+        return self._context_tokens(prompt) + len(prompt.query)
 
     def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
         """Load and stitch a context into a buffer of one row, and choose tokens."""

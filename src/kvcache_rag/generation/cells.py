@@ -15,10 +15,12 @@ import torch
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.generation.context import Context, ContextRow, Filler
+from kvcache_rag.generation.prompt_memory import alike
 from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.deferred.segments import Segment
-from kvcache_rag.models.generate import beams
+from kvcache_rag.models.generate import beams, uses_beams
+from kvcache_rag.models.llamacpp.cells import FIRST, CellsCache
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens
 from kvcache_rag.stitching.loader import LoadedContext
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.generation.context import Prompt
+    from kvcache_rag.generation.prompt_memory import Beginning
+    from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.metrics import Miss
-    from kvcache_rag.models.llamacpp.cells import CellsCache
+    from kvcache_rag.models.llamacpp.binding import LlamaCpp
     from kvcache_rag.models.llamacpp.model import LlamaCppModel
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.loader import ContextLoader, Shared
@@ -46,9 +50,19 @@ class CellsContext(Context):
 
     Attributes:
         cells: Holds the contexts, each in a sequence of its own.
+        kept: Takes what of the only one the next prompt may begin with.
+        beginning: What that depends on; None if the next one may not.
     """
 
     cells: CellsCache | None = None
+    kept: KeptCells | None = None
+    beginning: Beginning | None = None
+
+    def leave(self, answers: Sequence[Sequence[int]], cache: Any, *, is_cut: bool) -> None:
+        if self.kept is not None and self.beginning is not None and answers[0]:
+            # What a cut pass computed beyond is dropped by whoever goes on.
+            ids = (*self.rows[0].ids.tolist(), *answers[0][:-1])
+            self.kept.leave(self.beginning, ids)
 
     def cache(self, missing: Sequence[int]) -> Any:
         if self.cells is None:
@@ -58,6 +72,39 @@ class CellsContext(Context):
         held = [width - count for count in missing]
         self.cells.is_at(width - max(missing), held, [width - size for size in sizes])
         return self.cells
+
+
+class KeptCells:
+    """The last prompt in a model's cells, as long as nothing else was computed there."""
+
+    def __init__(self, llama: LlamaCpp) -> None:
+        """Of the prompts that run in these cells."""
+        self._llama = llama
+        self._begun = -1
+        self._beginning: Beginning | None = None
+        self._ids: tuple[int, ...] = ()
+
+    def leave(self, beginning: Beginning, ids: tuple[int, ...]) -> None:
+        """Let the next prompt go on from the first sequence.
+
+        Args:
+            beginning: What its keys and values depend on.
+            ids: Whose these are, from 0 on.
+        """
+        self._begun, self._beginning, self._ids = self._llama.begun, beginning, ids
+
+    def left(self, beginning: Beginning) -> tuple[int, ...]:
+        """Ids of the prompt that is there; none if it depends on something else."""
+        is_there = self._begun == self._llama.begun and self._beginning == beginning
+        return self._ids if is_there else ()
+
+    def going_on(self, known: int, capacity: int) -> CellsCache | None:
+        """The cells with the first `known` tokens; None if they have no room for so many."""
+        if self._llama.cells < capacity:
+            return None
+        self._beginning = None  # until that prompt has ended
+        self._llama.remove(FIRST, known, -1)
+        return CellsCache(self._llama, [FIRST])
 
 
 @dataclass(eq=False)
@@ -82,7 +129,50 @@ class CellsFiller(Filler):
 
     model: LlamaCppModel
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kept = None if self.memory.limit == 0 else KeptCells(self.model.llama)
+
+    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
+        plain, row, kept = super().computed(rows, request), rows[0], self._kept
+        if kept is None or len(rows) > 1 or uses_beams(request.options):
+            return plain
+        room, beginning = request.max_new_tokens, self._computed_beginning
+        ids = row.ids.tolist()
+        known = alike(kept.left(beginning), ids)
+        cells = kept.going_on(known, len(ids) + room) if known else None
+        if cells is None:
+            known, cells = 0, self.model.begin([len(ids)], room=room)
+        rows = [replace(row, continued=known)]
+        return CellsContext(self.model, rows, cells=cells, kept=kept, beginning=beginning)
+
+    def _continued(self, prompt: Prompt, beginning: Beginning) -> CellsContext | None:
+        """A prompt that goes on from the last one; None if it begins otherwise."""
+        kept = self._kept
+        ids = kept.left(beginning) if kept is not None else ()
+        if kept is None or not ids:
+            return None
+        whole = (*ids[: self._context_tokens(prompt)], *prompt.query)
+        known = alike(ids, whole)
+        row = self._row_going_on(prompt, ids, known)
+        if row is None:
+            return None
+        cells = kept.going_on(known, len(whole) + prompt.request.max_new_tokens)
+        if cells is None:
+            return None
+        return CellsContext(self.model, [row], "copied", _WHY, cells, kept, beginning)
+
     def _fill(self, prompts: Sequence[Prompt]) -> Context:
+        beginning = self._beginning(prompts)
+        context = None if beginning is None else self._continued(prompts[0], beginning)
+        if context is not None:
+            return context
+        filled = self._newly_filled(prompts)
+        if filled.rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
+            beginning = None  # what was computed now is rounded when it is brought
+        return replace(filled, kept=self._kept, beginning=beginning)
+
+    def _newly_filled(self, prompts: Sequence[Prompt]) -> CellsContext:
         plans = [self._planned(prompt) for prompt in prompts]
         computed: Shared = {}
         for plan in plans:
@@ -179,7 +269,7 @@ class CellsFiller(Filler):
 
     # ------------------------------------------------------------------ what is brought
 
-    def _brought(self, plans: Sequence[_Plan], computed: Shared) -> Context | None:
+    def _brought(self, plans: Sequence[_Plan], computed: Shared) -> CellsContext | None:
         """All contexts in cells; None if a chunk could not be read after all, and was computed."""
         request = plans[0].prompt.request
         cells = self.model.begin(

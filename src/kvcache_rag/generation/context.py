@@ -6,7 +6,9 @@ model sees a `Context` and never asks where it lies.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores
 from kvcache_rag.prompt.offsets import chunk_text
+from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
 
 if TYPE_CHECKING:
@@ -26,13 +30,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.generation.prompt_memory import PromptMemory
+    from kvcache_rag.generation.prompt_memory import Beginning, PromptMemory
     from kvcache_rag.generation.request import Request
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import ContextChunk
-    from kvcache_rag.stitching.loader import ContextLoader, LoadedContext
+    from kvcache_rag.stitching.loader import ContextLoader
 
 RotationMode = Literal["auto", "copied", "deferred"]
 """`copied`: keys are copied and rotated; `deferred`: chunks stay where they lie, and the query is
@@ -52,12 +56,14 @@ class Prompt:
             then history and question.
         request: What the caller asked for.
         fresh: The chunks at the beginning of the query.
+        goes_on: Whether it may start behind what another prompt left of its query.
     """
 
     chunks: tuple[ContextChunk, ...]
     query: tuple[int, ...]
     request: Request
     fresh: tuple[ContextChunk, ...] = ()
+    goes_on: bool = True
 
     @property
     def fresh_tokens(self) -> int:
@@ -197,11 +203,15 @@ class Context:
         """
         return nullcontext()
 
-    def leave(self, answers: Sequence[Sequence[int]]) -> None:  # nothing is held
+    def leave(
+        self, answers: Sequence[Sequence[int]], cache: Any, *, is_cut: bool
+    ) -> None:  # nothing is held
         """Let the next prompt begin with what was computed for this one.
 
         Args:
             answers: Ids that were generated for each prompt, one behind the other.
+            cache: What they were generated with.
+            is_cut: Whether they were cancelled, perhaps in the middle of a pass.
         """
 
     def costs(self, row: int) -> dict[str, Any]:
@@ -274,6 +284,59 @@ class Filler(ABC):
     @abstractmethod
     def _fill(self, prompts: Sequence[Prompt]) -> Context:
         """`fill`, once."""
+
+    # ------------------------------------------------------------------ prompts that go on
+
+    def _beginning(self, prompts: Sequence[Prompt]) -> Beginning | None:
+        """What the context of a prompt is made of; None if the next one cannot go on from it."""
+        first = prompts[0]
+        policy = first.policy
+        if (
+            len(prompts) > 1
+            or not first.goes_on
+            or not policy.is_reuse
+            or policy.scaling is not None
+            or uses_beams(first.request.options)  # which repeat and reorder rows
+        ):
+            return None
+        keys = tuple((chunk.key, chunk.is_joint) for chunk in first.chunks)
+        return keys, policy.positions, policy.adjacent_query
+
+    @property
+    def _computed_beginning(self) -> Beginning:
+        """Of prompts of which everything is computed, for a tenant and for weights."""
+        return "computed", self.loader.prefiller.key(())
+
+    def _context_tokens(self, prompt: Prompt) -> int:
+        chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
+        return len(self.loader.prefiller.prefix_ids) + chunks
+
+    def _row_going_on(self, prompt: Prompt, kept: Sequence[int], known: int) -> ContextRow | None:
+        """A prompt of which `known` ids are there already; None if they end before its query.
+
+        Args:
+            prompt: Its context is that of the other one.
+            kept: Ids of the other one, its context and what may be behind it.
+            known: How many of both are alike.
+        """
+        context, started = self._context_tokens(prompt), time.perf_counter()
+        if known < context:
+            return None
+        tiers = self.loader.of(prompt.chunks).tiers(prompt.chunks)
+        if not all(tiers):  # deleted, or evicted: it is computed and stored again
+            return None
+        loaded = LoadedContext(
+            tuple(kept[:context]),
+            load=time.perf_counter() - started,
+            hits=dict(Counter(tiers)),
+            reused_tokens=context - len(self.loader.prefiller.prefix_ids),
+            begun=started,
+        )
+        whole, shape = self._joined(prompt, loaded)
+        return ContextRow(whole, shape, loaded, prompt.policy, continued=known - context)
+
+    def _stores_as_computed(self, prompt: Prompt) -> bool:
+        return self.loader.of(prompt.chunks).prefiller.stores_as_computed
 
     @abstractmethod
     def choose(self, prompt: Prompt) -> ContextRow:

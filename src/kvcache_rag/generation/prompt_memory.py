@@ -33,7 +33,7 @@ Beginning: TypeAlias = "Hashable"
 """What the keys and values at the beginning of a prompt depend on beside its ids."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class KeptPrompt:
     """A buffer, and what of a prompt is in it.
 
@@ -41,20 +41,31 @@ class KeptPrompt:
         buffer: The memory.
         beginning: What the prompt depends on; None if no other one may go on from it.
         ids: Those whose keys and values lie in the first row, from 0 on.
+        is_whole: Whether a prompt goes on from all of them or none, as states are those behind the
+            last one.
     """
 
     buffer: KVBuffer
     beginning: Beginning | None = None
     ids: tuple[int, ...] = ()
+    is_whole: bool = False
 
     def alike(self, ids: Sequence[int]) -> int:
         """How many first tokens of a prompt are there; its last one is computed in any case."""
-        pairs = zip(self.ids, ids[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        known = alike(self.ids, ids)
+        return 0 if self.is_whole and known < len(self.ids) else known
+
+
+def alike(known: Sequence[int], ids: Sequence[int]) -> int:
+    """How many first ids of a prompt are known, but for its last one, which is computed anew."""
+    pairs = zip(known, ids[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class PromptMemory:
-    """The last prompts of one tenant.  Not thread-safe: whoever uses it holds the model.
+    """The last prompts of a model's tenants.  Not thread-safe: whoever uses it holds the model.
+
+    What a prompt depends on names its tenant and the weights, so none goes on from another's.
 
     Attributes:
         limit: Bytes of all buffers, beside one that is larger by itself; None for one buffer.
@@ -108,7 +119,8 @@ class PromptMemory:
             ids: Whose these are, from 0 on.
         """
         if self.limit != 0 and self._kept:
-            self._kept[-1].beginning, self._kept[-1].ids = beginning, tuple(ids)
+            is_whole = self._model.recurrent is not None
+            self._kept[-1] = KeptPrompt(self._kept[-1].buffer, beginning, tuple(ids), is_whole)
 
     def left(self, beginning: Beginning) -> list[KeptPrompt]:
         """The prompts that depend on the same, the last one first."""
@@ -131,11 +143,6 @@ class PromptMemory:
         if buffer is not kept.buffer:
             buffer.copy_first(kept.buffer.narrowed(1), tokens)
         return buffer
-
-    def outdate(self) -> None:
-        """Let no prompt go on from what is there, as the weights are others."""
-        for one in self._kept:
-            one.beginning = None
 
     def codes(self, nbytes: int) -> Room:
         """Memory for chunks in the form of a codec, `nbytes` for all of them, with anything in it.

@@ -103,7 +103,6 @@ class Runner:
         renderer: PromptRenderer,
         loader: ContextLoader | None,
         auxiliary: Scorer | None,
-        memory: PromptMemory | None = None,
     ) -> Runner:
         """For other prompts and chunks."""
         return Runner(
@@ -115,7 +114,7 @@ class Runner:
             self.longest,
             auxiliary,
             self.rotation,
-            memory or PromptMemory(self.model, self.memory.limit),
+            self.memory,
         )
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
@@ -264,7 +263,7 @@ class Runner:
                 logits = self.model.forward(row.ids[None, first:], cache, positions, keep=wanted)
             return logits[0].float().cpu()  # (query without chunks, vocabulary)
 
-        return self._over([prompt], passed)
+        return self._over([replace(prompt, goes_on=False)], passed)
 
     def _over(
         self,
@@ -282,8 +281,10 @@ class Runner:
                 with self.model.heeding(cancelled):
                     context = self._context(prompts)
                 return run(context)
+        except StoppedError:
+            raise  # what it had begun is in memory that no prompt goes on from
         except BaseException:
-            self.memory.forget()  # what was interrupted may have left anything in it
+            self.memory.forget()  # perhaps for want of it
             raise
 
     def _context(self, prompts: Sequence[Prompt]) -> Context:
@@ -362,7 +363,7 @@ class Runner:
                 emit=watch,
                 cancelled=cancelled,
             )
-        context.leave(generated.rows)
+        context.leave(generated.rows, cache, is_cut=cancelled is not None and cancelled.is_set())
         if watch is None:
             generated = replace(generated, rows=tuple(map(_pushed, decoders, generated.rows)))
         for decoder in decoders:

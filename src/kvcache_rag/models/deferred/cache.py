@@ -173,10 +173,10 @@ class TailLayer(BufferLayer):
         segments: What stands in front.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, segments: FrontOfLayer) -> None:
-        """Hold nothing yet in `keys` and `values`, `(rows, heads, capacity, width)`."""
+    def __init__(self, keys: Tensor, values: Tensor, length: int, segments: FrontOfLayer) -> None:
+        """Hold `length` tokens of `keys` and `values`, `(rows, heads, capacity, width)`."""
         self.segments = segments
-        super().__init__(keys, values, 0)
+        super().__init__(keys, values, length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -193,14 +193,18 @@ class TailLayer(BufferLayer):
 
 
 def deferred_cache(
-    held: HeldSegments | AttendedChunks, kinds: tuple[LayerKind, ...], buffer: KVBuffer
+    held: HeldSegments | AttendedChunks,
+    kinds: tuple[LayerKind, ...],
+    buffer: KVBuffer,
+    known: int = 0,
 ) -> Cache:
-    """A transformers cache of segments and, behind them, an empty buffer.
+    """A transformers cache of segments and, behind them, a buffer.
 
     Args:
         held: The segments.
         kinds: Kind of each layer of the model.
         buffer: Memory for the tokens behind them; the cache writes into it.
+        known: Tokens that it holds.
     """
     slots = buffer.slots()
     places = {
@@ -219,5 +223,5 @@ def deferred_cache(
                 front = LayerSegments(held, *where)
             else:
                 front = LayerChunks(held, *where)
-            layers.append(layer_of(kind, TailLayer, *slots[index], front))
-    return cache_of(layers, held.tail)
+            layers.append(layer_of(kind, TailLayer, *slots[index], known, front))
+    return cache_of(layers, held.tail + known)

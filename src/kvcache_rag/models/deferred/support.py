@@ -64,8 +64,9 @@ def segments_cache(
     tail: int,
     keep: Sequence[int],
     buffer: KVBuffer,
+    known: int = 0,
 ) -> Cache:
-    """A transformers cache of segments, whatever they lie in, and of an empty buffer behind them.
+    """A transformers cache of segments, whatever they lie in, and of a buffer behind them.
 
     Args:
         layout: The model's.
@@ -73,14 +74,16 @@ def segments_cache(
         tail: Column of the first token in the buffer.
         keep: Per row, first columns of the buffer that stand for what its segments hold.
         buffer: Memory for the tokens behind them; the cache writes into it.
+        known: Tokens that it holds.
 
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
     if any(isinstance(segment.chunk, EncodedChunk) for row in rows for segment in row):
-        return deferred_cache(Int8Segments.of(layout, rows, tail, keep), layout.kinds, buffer)
+        codes = Int8Segments.of(layout, rows, tail, keep)
+        return deferred_cache(codes, layout.kinds, buffer, known)
     table = SegmentTable.of(layout, rows, tail, keep)
-    return deferred_cache(HeldSegments.of(table), layout.kinds, buffer)
+    return deferred_cache(HeldSegments.of(table), layout.kinds, buffer, known)
 
 
 def deferral_refusal(model: LanguageModel) -> str:
