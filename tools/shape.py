@@ -6,6 +6,7 @@
 Code lines are lines of the files as they are formatted, without blanks, comments and docstrings. An
 importer is a module that imports another anywhere, also for types; `__init__` files, which only
 hand names on, are neither. Nesting counts blocks inside blocks of one function, `elif` as its `if`.
+Complexity is McCabe's, as ruff counts it; a private function may be named once, by its only caller.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import ast
 import io
 import json
+import re
+import subprocess
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LONG: Final = 800
+COMPLEX: Final = 10
 DEEP: Final = 3
 _NO_CODE: Final = {
     tokenize.COMMENT,
@@ -94,6 +98,35 @@ def deep_functions(files: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
                 yield f"{name}:{node.lineno} {node.name}", depth
 
 
+def complex_functions() -> Iterator[tuple[str, int]]:
+    """Functions whose complexity is over `COMPLEX`, and how much it is."""
+    asked = ["--isolated", "--no-cache", "--select=C901", "--exit-zero", "--output-format=json"]
+    limit = f"--config=lint.mccabe.max-complexity={COMPLEX}"
+    ruff = Path(sys.executable).with_name("ruff")
+    said = subprocess.run([ruff, "check", *asked, limit, SOURCE], capture_output=True, check=True)
+    for one in json.loads(said.stdout):
+        name, found = re.findall(r"`(.+)` is too complex \((\d+)", one["message"])[0]
+        path = Path(one["filename"]).relative_to(SOURCE)
+        yield f"{path}:{one['location']['row']} {name}", int(found)
+
+
+def fragments(files: Mapping[str, Path]) -> tuple[int, dict[str, int]]:
+    """Private functions, how many there are; those that are named once, and their lines."""
+    named: Counter[str] = Counter()
+    found: dict[str, tuple[str, int]] = {}
+    number = 0
+    for module, path in files.items():
+        text = path.read_text(encoding="utf-8")
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        named.update(token.string for token in tokens if token.type == tokenize.NAME)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, _FUNCTIONS) and node.name[0] == "_" and node.name[:2] != "__":
+                number += 1
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                found[node.name] = f"{module}:{node.lineno} {node.name}", lines
+    return number, dict(where for name, where in found.items() if named[name] == 2)
+
+
 def recurring(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
     """Names that several modules have, and these modules."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -130,6 +163,7 @@ def figures() -> dict[str, Any]:
     deep = dict(deep_functions(files))
     doubles = recurring(classes(files))
     bases = recurring((name.rpartition(".")[2], name) for name in named)
+    tangled, (private, once_named) = dict(complex_functions()), fragments(files)
     by_top: dict[str, int] = defaultdict(int)
     for name, path in files.items():
         by_top[top(name)] += code_lines(path)
@@ -147,12 +181,17 @@ def figures() -> dict[str, Any]:
         "their_code_lines": sum(code_lines(files[name]) for name in once),
         f"files_over_{LONG}_lines": len(long),
         f"functions_nested_over_{DEEP}": len(deep),
+        f"functions_of_complexity_over_{COMPLEX}": len(tangled),
+        "private_functions": private,
+        "private_functions_named_once": len(once_named),
         "public_class_names_more_than_once": len(doubles),
         "module_names_more_than_once": len(bases),
         "code_lines_by_top": dict(sorted(by_top.items())),
         "one_importer": once,
         "long_files": long,
         "deep_functions": deep,
+        "complex_functions": tangled,
+        "named_once": once_named,
         "class_names": doubles,
         "module_names": bases,
     }
