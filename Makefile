@@ -82,7 +82,7 @@ export UV_LINK_MODE ?= copy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: own help demo docs newcomer test test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks mutants soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-all test-random test-llamacpp test-lowest test-newest test-next test-sdists test-wheels test-upstream test-vllm notebooks mutants soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -97,8 +97,15 @@ newcomer: $(VENV)/.installed-dev ## Do what the README says in a clone: ingest, 
 # All tests but the long ones.
 TESTS := tests integrations lab --ignore=tests/soak --ignore-glob='*/engine_tests' -q
 
-test: $(VENV)/.installed-dev ## Run all tests but the long ones
+test: $(VENV)/.installed-dev ## Run the quick tests: five minutes on two cores
+	$(BIN)/pytest $(TESTS) -n $(WORKERS) -m "not slow"
+	@echo "Left to CI and make test-all: other families than tests/quick.py has, and what tests/slow.txt lists."
+
+test-all: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest $(TESTS) -n $(WORKERS)
+
+test-random: $(VENV)/.installed-dev ## Run the quick tests in an order by chance: none may live on what another one left
+	$(BIN)/pytest $(TESTS) -n $(WORKERS) -m "not slow" -p randomly
 
 test-llamacpp: $(LLAMACPP)/.installed ## Run the laws of the llama.cpp backend, in an environment of its own (which compiles for five minutes)
 	$(LLAMACPP)/bin/pytest $(LLAMACPP_TESTS) -q -n $(WORKERS)

@@ -65,6 +65,20 @@ def _is_local(address: Any) -> bool:
         return False
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out."""
+    try:
+        from quick import is_of_others, slow_names
+    except ImportError:  # an sdist runs all that it has
+        return
+    slow = slow_names()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        parameters = item.callspec.id if hasattr(item, "callspec") else ""
+        if {function, function.partition("::")[0]} & slow or is_of_others(parameters):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Libraries and tests stay to the end: no collection looks through them again."""
     gc.collect()

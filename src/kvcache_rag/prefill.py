@@ -254,7 +254,8 @@ class Prefiller:
         with ExitStack() as stack:
             bar = stack.enter_context(_bar(missing)) if show_progress else None
             # A single batch has no other beside which it could be written.
-            pool = stack.enter_context(_writers()) if len(work) > 1 else None
+            writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcache-rag-prefill")
+            pool = stack.enter_context(writers) if len(work) > 1 else None
             for batch in work:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("prefilling was cancelled")
@@ -357,10 +358,6 @@ def _bar(missing: Sequence[ContextChunk]) -> Any:
     """Tokens per second, and the time that the rest of the tokens takes at this rate."""
     tokens = sum(map(len, missing))
     return progress_bar(tokens, "prefill", "token", show=True, scaled=True)
-
-
-def _writers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcache-rag-prefill")
 
 
 def _fingerprint(

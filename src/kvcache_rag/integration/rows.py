@@ -231,9 +231,10 @@ class Rows:
             old = {
                 row.id: row for row in self.get(ids=[row.id for row in batch], metadata_only=True)
             }
+            vectors = [list(row.embedding) for row in batch if row.embedding is not None]
             self.collection.upsert(
                 ids=[row.id for row in batch],
-                embeddings=_vectors(batch),
+                embeddings=vectors or None,
                 documents=[row.document for row in batch],
                 # Chroma refuses an empty dictionary, but not None.
                 metadatas=[_replacing(row.metadata, old.get(row.id)) or None for row in batch],
@@ -301,11 +302,6 @@ def _replacing(new: Mapping[str, Any], old: Row | None) -> dict[str, Any]:
     """Metadata that, merged by Chroma into the old row's, leaves exactly `new`."""
     gone = dict.fromkeys(key for key in (old.metadata if old else {}) if key not in new)
     return {**new, **gone}
-
-
-def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
-    vectors = [list(row.embedding) for row in rows if row.embedding is not None]
-    return vectors or None
 
 
 def _joined(pages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -436,7 +436,9 @@ class Weights:
             name = str(config._name_or_path)
             return {**identity, "id": name, "revision": commit, "sample": sample}
         weights = weights_digest(self._model)
-        return {**identity, "weights": weights, "config": _config_digest(config)}
+        values = {k: repr(v) for k, v in config.to_diff_dict().items() if k not in _IRRELEVANT}
+        digest = hashlib.sha256(canonical_json(values)).hexdigest()
+        return {**identity, "weights": weights, "config": digest}
 
 
 # Hooks of all modules.
@@ -518,8 +520,3 @@ def _entries(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _config_digest(config: Any) -> str:
-    values = {k: repr(v) for k, v in config.to_diff_dict().items() if k not in _IRRELEVANT}
-    return hashlib.sha256(canonical_json(values)).hexdigest()
