@@ -152,7 +152,7 @@ class BufferFiller(Filler):
     def _lets_go_on(self, request: Request) -> bool:
         """Whether the next prompt may go on from the only one of a request."""
         # A state is that behind the last token; beams repeat and reorder rows.
-        return self.model.recurrent is None and not uses_beams(request.options)
+        return self.model.abilities.continues and not uses_beams(request.options)
 
     # ------------------------------------------------------------------ copied or deferred?
 
@@ -161,7 +161,7 @@ class BufferFiller(Filler):
         if self.rotation == "copied":
             return 'the engine was made with rotation="copied"'
         request = prompts[0].request
-        if len(prompts) > 1 and self.model.recurrent is not None:
+        if len(prompts) > 1 and not self.model.abilities.batch:
             return "queries of a batch run through recurrent layers one by one"
         if request.policy.scaling is not None:
             return f"{request.policy!r} weighs chunks against the rest"
@@ -250,7 +250,7 @@ class BufferFiller(Filler):
             rows.append(row)
             if row.can_be_copied:
                 known[prompt.chunks] = row
-        if len(rows) > 1 and self.model.recurrent is not None:
+        if len(rows) > 1 and not self.model.abilities.batch:
             rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
         exact = self.loader.of(prompts[0].chunks).prefiller.stores_as_computed
         if rows[0].loaded.misses and not exact:
@@ -313,8 +313,6 @@ class BufferFiller(Filler):
     def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
         """Load and stitch a context into a buffer of one row, and choose tokens."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
-        if policy.chooses_tokens and not policy.is_reuse and self.model.recurrent is not None:
-            self.model.ensure_recomputable()
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)

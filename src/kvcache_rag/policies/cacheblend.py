@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.base import RatioPolicy
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.base import Signal, Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 @dataclass(frozen=True)
-class CacheBlend(ReusePolicy):
+class CacheBlend(RatioPolicy):
     """Compute the tokens with the largest deviation again (CacheBlend, arXiv 2405.16444, 4.3).
 
     The deviation of a token is the squared distance, in float32, of its value at one early layer
@@ -35,7 +35,7 @@ class CacheBlend(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheblend"
-    chooses_tokens: ClassVar[bool] = True
+    signal: ClassVar[Signal] = "deviation"
     _forms = (Form("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
     ratio: float = 0.15
     check_layer: int = 1
@@ -50,16 +50,6 @@ class CacheBlend(ReusePolicy):
                 f"check_layer must be the number of a layer from 1 up, not {layer!r}; values at "
                 "layer 0 do not depend on the context"
             )
-
-    @property
-    def is_full(self) -> bool:
-        """At ratio 1."""
-        return self.ratio == 1
-
-    @property
-    def is_reuse(self) -> bool:
-        """At ratio 0."""
-        return self.ratio == 0
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """The tokens of largest deviation, of equal ones those that stand first."""

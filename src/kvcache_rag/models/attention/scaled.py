@@ -332,7 +332,8 @@ def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
 
 def _measured_refusal(model: LanguageModel) -> str:
     """Why this function cannot stand in for a model's attention, or ""."""
-    model.ensure_attends_only("and chunks can be weighed in attention alone; use another policy")
+    if model.abilities.cannot_weigh:
+        raise UnsupportedModelError(model.abilities.cannot_weigh)
     kinds, name = model.measured.kinds, str(model.config.model_type)
     ids = torch.arange(_PROBE_TOKENS)[None] % max(1, min(int(model.config.vocab_size), 1000) - 5)
     callers: list[torch.nn.Module] = []
