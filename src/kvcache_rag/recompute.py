@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.models.cache import HaltedError, buffer_cache, keep_states, recompute_cache
 from kvcache_rag.stitching.states import StateWalk
 
 if TYPE_CHECKING:
-    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Signals
@@ -84,7 +83,7 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     if model.abilities.recompute == "heads":
         _recompute_in_order(row, selected)
         return
-    _ensure_chosen(model)
+    refuse(model.abilities.cannot_choose)
     chosen = selected.nonzero()[:, 0]  # (chosen,) int64 places in the prompt, ascending
     places = torch.cat([chosen, torch.arange(context, stop)])  # (chosen + query - 1,)
     mask = model.causal_mask(places, stop)  # over what the buffer will hold, place by place
@@ -113,17 +112,11 @@ def _recompute_in_order(row: StitchedRow, selected: Tensor) -> None:
         count = int(chosen.sum())
         if count:
             if not _is_head(layout, chosen, count):
-                _ensure_chosen(model)
+                refuse(model.abilities.cannot_choose)
             compute(row, span.start, span.start + count)
             walk.at()
         if count < len(span):
             walk.through(segment.chunk, head=count)
-
-
-def _ensure_chosen(model: LanguageModel) -> None:
-    """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
-    if model.abilities.cannot_choose:
-        raise UnsupportedModelError(model.abilities.cannot_choose)
 
 
 def _is_head(layout: ModelLayout, chosen: Tensor, count: int) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.errors import refuse
 from kvcache_rag.generation.context import (
     Context,
     ContextRow,
@@ -204,9 +204,7 @@ class Runner:
 
     def ensure_possible(self, prompt: Prompt) -> None:
         """Raise `UnsupportedModelError` if the model cannot use chunks as their policy wants."""
-        why = why_not(prompt.policy, self.model.abilities, len(prompt.chunks))
-        if why:
-            raise UnsupportedModelError(why)
+        refuse(why_not(prompt.policy, self.model.abilities, len(prompt.chunks)))
 
     def answers(
         self,

@@ -230,13 +230,11 @@ class TransformersModel(LanguageModel):
         common, recurrent = super().abilities, self.recurrent
         if self.layout is None:
             return common
-        why = self._why_no_choice
+        common = replace(common, cannot_choose=self._why_no_choice)
         if recurrent is None:
-            return replace(common, cannot_choose=why, cannot_observe=why)
+            return common
         return replace(
             common,
-            cannot_choose=why,
-            cannot_observe=why,
             cannot_weigh=f"{self.config.model_type}: layer {recurrent.layers[0]} is recurrent, and "
             "chunks can be weighed in attention alone; use another policy",
             recompute="heads",

@@ -200,6 +200,22 @@ class RatioPolicy(ReusePolicy):
         """At ratio 0."""
         return self.ratio == 0
 
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """The tokens of highest score, of equal ones those that stand first."""
+        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
+
+        count, allowed = share(self.ratio, prompt), candidates(prompt)
+        if not count or not allowed.any():
+            return nothing(prompt)
+        if count >= int(allowed.sum()):
+            return allowed
+        return top(self.scores(signals), count, allowed)
+
+    def scores(self, signals: Signals) -> Tensor:
+        """What tokens are chosen by, `(context_tokens,)` float32."""
+        found: Tensor = getattr(signals, self.signal)()
+        return found
+
 
 def with_auxiliary(policy: ReusePolicy, auxiliary: Scorer) -> ReusePolicy:
     """A policy that brings a scorer of its own, with another one."""

@@ -45,7 +45,8 @@ class BestLast(PlainReuse):
         """
         chunks = len(retrieved)
         scores = ranking(retrieved.scores, chunks)
+        ranked = sorted(range(chunks), key=lambda index: -scores[index])
         count = max(1, round(self.share * chunks))
-        best = sorted(range(chunks), key=lambda index: -scores[index])[:count][::-1]
+        best = ranked[:count][::-1]
         others = [index for index in range(chunks) if index not in best]
         return Plan((*others, *best), max(0, min(count, chunks - 1)))

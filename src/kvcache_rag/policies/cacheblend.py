@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signal, Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,6 @@ class CacheBlend(RatioPolicy):
                 "layer 0 do not depend on the context"
             )
 
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The tokens of largest deviation, of equal ones those that stand first."""
-        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
-
-        count = share(self.ratio, prompt)
-        allowed = candidates(prompt)
-        if not count or not allowed.any():
-            return nothing(prompt)
-        if count >= int(allowed.sum()):
-            return allowed
-        return top(signals.deviation(self.check_layer), count, allowed)
+    def scores(self, signals: Signals) -> Tensor:
+        """The deviation at its layer."""
+        return signals.deviation(self.check_layer)

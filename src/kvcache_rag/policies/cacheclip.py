@@ -105,7 +105,7 @@ class CacheClip(RatioPolicy):
             return nothing(prompt)
         if count == choosable:
             return allowed
-        scores = signals.relevance()
+        scores = self.scores(signals)
         if self.threshold is None:
             return top_windows(scores, count, allowed, prompt, self.window)
         if self.ratio_of == "recomputed":

@@ -10,11 +10,8 @@ from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signal, Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies.base import Signal
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,3 @@ class ProphetKV(RatioPolicy):
     def __post_init__(self) -> None:
         checked_positions(self.positions)
         checked_ratio(self.ratio)
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The most attended tokens, of equal ones those that stand first."""
-        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
-
-        count, allowed = share(self.ratio, prompt), candidates(prompt)
-        if not count or not allowed.any():
-            return nothing(prompt)
-        if count >= int(allowed.sum()):
-            return allowed
-        return top(signals.attention(), count, allowed)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.models.cache import HaltedError, buffer_cache, tapped_cache
 from kvcache_rag.prompt.offsets import chunk_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stitching.stitch import StitchedRow
@@ -134,7 +133,7 @@ class RowSignals:
     def _deviation(self, layer: int) -> Tensor:
         model, context = self.row.model, self.row.shape.context_tokens
         slots = self.row.buffer.slots()
-        _ensure_observed(model)
+        refuse(model.abilities.cannot_observe)  # whoever does not say what it reads
         if layer not in slots:
             raise InvalidInputError(
                 f"layer {layer} keeps no values of its own; compare at one of {min(slots)} to "
@@ -200,7 +199,7 @@ class RowSignals:
         from kvcache_rag.models.attention.observed import observed_attention
 
         model, shape = self.row.model, self.row.shape
-        _ensure_observed(model)
+        refuse(model.abilities.cannot_observe)
         context, tokens = shape.context_tokens, shape.tokens - self.answer_tokens
         places = torch.arange(context, tokens)  # (query without an answer,)
         cache = buffer_cache(self.row.buffer, model.measured.kinds, context)
@@ -213,9 +212,3 @@ class RowSignals:
     def heard_query(self) -> bool:
         """Whether anything was asked that another query would have answered otherwise."""
         return bool(self._attention or self._relevance)
-
-
-def _ensure_observed(model: LanguageModel) -> None:
-    """Raise `UnsupportedModelError` for a policy that reads a signal without saying so."""
-    if model.abilities.cannot_observe:
-        raise UnsupportedModelError(model.abilities.cannot_observe)
