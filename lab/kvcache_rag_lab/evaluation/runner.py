@@ -14,6 +14,7 @@ import xxhash
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json
+from kvcache_rag.models.weights import model_identity
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.ask import (
     Asked,
@@ -113,7 +114,11 @@ def evaluate(
 
 def weights_digest(engine: Engine) -> str:
     """What tells the weights of a model, as they are, from others."""
-    return xxhash.xxh3_128_hexdigest(canonical_json(engine._adapter.weights.follow()))
+    adapter = engine._adapter
+    # llama.cpp has no weights of torch, and they do not change.
+    is_own = adapter.abilities.memory == "own"
+    named = adapter.weights.identity if is_own else model_identity(engine.model)
+    return xxhash.xxh3_128_hexdigest(canonical_json(named))
 
 
 class _Run:
