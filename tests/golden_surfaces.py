@@ -227,7 +227,7 @@ def representations() -> dict[str, Any]:
 
 
 def _policy(policy: ReusePolicy) -> dict[str, Any]:
-    facts = ("name", "positions", "joint", "adjacent_query", "needs_scorer", "is_full", "is_reuse")
+    facts = ("name", "positions", "joint", "adjacent_query", "reads", "is_full", "is_reuse")
     return {"repr": repr(policy), **{name: getattr(policy, name) for name in facts}}
 
 

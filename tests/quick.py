@@ -31,7 +31,7 @@ FAMILIES: Final = frozenset(
 
 
 def is_of_others(parameters: str) -> bool:
-    """Whether a test's parameters, as pytest joins them, name a model of the zoo but no quick one."""
+    """Whether parameters, as pytest joins them, name a model of the zoo but no quick one."""
     zoo = sys.modules.get("zoo")
     if zoo is None:  # whatever these are, nobody has imported its names
         return False

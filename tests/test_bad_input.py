@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv import ChunkKey, ChunkKV
-    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.base import Signal, Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -330,8 +330,8 @@ def test_signals_that_are_not_there_are_refused(engine: Engine) -> None:
     class Asking(ReusePolicy):
         name = "asking"
 
-        def __init__(self, ask: Callable[[Signals], object], needs_scorer: bool = False) -> None:
-            self.ask, self.needs_scorer = ask, needs_scorer
+        def __init__(self, ask: Callable[[Signals], object], *reads: Signal) -> None:
+            self.ask, self.reads = ask, reads
 
         def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
             self.ask(signals)
@@ -339,8 +339,8 @@ def test_signals_that_are_not_there_are_refused(engine: Engine) -> None:
 
     for policy, message in (
         (Asking(lambda signals: signals.deviation(99)), "layer 99 keeps no values of its own"),
-        (Asking(lambda signals: signals.relevance()), "needs_scorer = False; set it to True"),
-        (Asking(lambda signals: None, needs_scorer=True), "needs an auxiliary model"),
+        (Asking(lambda signals: signals.relevance()), r'set its reads = \("relevance",\)'),
+        (Asking(lambda signals: None, "relevance"), "needs an auxiliary model"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             engine.generate(QUESTION, TEXTS, policy=policy)

@@ -51,10 +51,9 @@ from kvcache_rag.integration import JsonGrammars
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.policies.base import Plan
 from kvcache_rag.policies.bestfew import MOST
 from kvcache_rag.policies.relevance import Retrieved
-from kvcache_rag.policies.selection import candidates
-from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -448,8 +447,8 @@ def test_why_the_first_is_missing_is_told() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_so_many_are_chosen_as_there_are(count: int) -> None:
     retrieved = Retrieved("", ("a", "b", "c"), (0.0, 2.0, 1.0))
-    assert BestFew(count).chosen(retrieved) == (1, 2, 0)[:count]
-    assert BestFew(count).chosen(Retrieved("", ())) == ()
+    assert BestFew(count).plan(retrieved).order == (1, 2, 0)[:count]
+    assert BestFew(count).plan(Retrieved("", ())).order == ()
 
 
 OTHERS = tuple(f"Bananas of kind {number} grow in warm countries." for number in range(9))
@@ -459,47 +458,47 @@ def test_without_a_count_one_that_stands_out_is_alone() -> None:
     found = "The bridge of Torgau over the Elbe was opened in 1994."
     asked = "Was the Elbe bridge of Torgau opened?"
     for texts in ((found, *OTHERS), (*OTHERS, found), (*OTHERS[:4], found, *OTHERS[4:])):
-        assert BestFew().chosen(Retrieved(asked, texts)) == (texts.index(found),)
+        assert BestFew().plan(Retrieved(asked, texts)).order == (texts.index(found),)
     scores = (0.0, 9.0, *[0.0] * 8)
-    assert BestFew().chosen(Retrieved("", ("a",) * 10, scores)) == (1,)
+    assert BestFew().plan(Retrieved("", ("a",) * 10, scores)).order == (1,)
 
 
 def test_without_a_count_those_that_are_alike_are_taken_together() -> None:
     found = "The bridge of Torgau over the Elbe was opened in 1994."
     asked = "Was the Elbe bridge of Torgau opened?"
     two = Retrieved(asked, (*OTHERS[:4], found, *OTHERS[4:], found), (1.0,) * 11)
-    assert BestFew().chosen(two) == (4, 10)
+    assert BestFew().plan(two).order == (4, 10)
     many = Retrieved(asked, (*OTHERS, *[found] * (MOST + 2)), (1.0,) * (11 + MOST))
-    assert BestFew().chosen(many) == tuple(range(9, 9 + MOST))
+    assert BestFew().plan(many).order == tuple(range(9, 9 + MOST))
     # Of two, scores alone do not say how far they are apart.
     for scores in ((5.0, 1.0), (5.0, 4.9), (1e-9, 0.0), (-1.0, -7e9)):
-        assert BestFew().chosen(Retrieved("", ("a", "b"), scores)) == (0, 1)
-        assert BestFew().chosen(Retrieved("", ("a", "b"), scores[::-1])) == (1, 0)
-    assert BestFew().chosen(Retrieved("", ("a",))) == (0,)
+        assert BestFew().plan(Retrieved("", ("a", "b"), scores)).order == (0, 1)
+        assert BestFew().plan(Retrieved("", ("a", "b"), scores[::-1])).order == (1, 0)
+    assert BestFew().plan(Retrieved("", ("a",))).order == (0,)
 
 
 def test_words_find_what_scores_alone_miss() -> None:
     asked = "Which number has the form for a change of address?"
     texts = ("The form for a birth has number 12.", "The form for a change of address: 77.")
     for scores in (None, (0.71, 0.70)):
-        assert BestFew(1).chosen(Retrieved("", texts, scores)) == (0,)
-    assert BestFew(1).chosen(Retrieved(asked, texts)) == (1,)
+        assert BestFew(1).plan(Retrieved("", texts, scores)).order == (0,)
+    assert BestFew(1).plan(Retrieved(asked, texts)).order == (1,)
 
 
 @pytest.mark.parametrize("scores", [(3.0, 2.0, 1.0), (1.0, 2.0, 3.0), (1.0, 1.0, 1.0)])
 def test_all_but_the_first_are_computed(scores: tuple[float, ...]) -> None:
-    arranged = BestFew(3).arranged(scores)
-    assert arranged.fresh == 2
-    assert arranged.brought == arranged.order[:1]
-    assert [scores[index] for index in arranged.order] == sorted(scores, reverse=True)
-    for alone in ((), (1.0,)):
-        assert BestFew(3).arranged(alone).fresh == 0
+    plan = BestFew(3).plan(Retrieved("", ("a",) * 3, scores))
+    assert plan.fresh == 2
+    assert plan.brought == plan.order[:1]
+    assert [scores[index] for index in plan.order] == sorted(scores, reverse=True)
+    for alone in ((), ("a",)):
+        assert BestFew(3).plan(Retrieved("", alone)).fresh == 0
 
 
-def test_what_computing_them_equals_is_what_it_selects() -> None:
-    prompt = StitchedPrompt.of(5, [30, 1, 17], 3)
-    found = BestFew(3).select(prompt, None)  # type: ignore[arg-type]  # it asks for no signal
-    assert torch.equal(found, candidates(prompt))
+def test_those_that_are_left_out_are_ranked() -> None:
+    retrieved = Retrieved("", ("a", "b", "c", "d"), (0.0, 2.0, 1.0, 3.0))
+    assert BestFew(2).plan(retrieved) == Plan((3, 1), 1, (2, 0))
+    assert BestFew(9).plan(retrieved).others == ()
 
 
 def test_it_differs_from_answering_from_all() -> None:
@@ -522,7 +521,7 @@ def test_law_the_default_of_untrained_models_is_exact(family: str) -> None:
     assert engine.policy == BestFew()
     others = [f"{text[::-1]} and more" for text in TEXTS]
     texts = [*TEXTS, *others]
-    chosen = BestFew().chosen(Retrieved(QUESTION, tuple(texts)))
+    chosen = BestFew().plan(Retrieved(QUESTION, tuple(texts))).order
     expected = plain_logits(engine, [texts[index] for index in chosen])
     assert error(engine.logits(QUESTION, texts), expected) < TOLERANCE
     assert error(plain_logits(engine, texts), expected) > 10 * TOLERANCE

@@ -35,13 +35,15 @@ from kvcache_rag.codecs import Int8
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.policies import ReusePolicy
+from kvcache_rag.policies.relevance import Retrieved
+from kvcache_rag.policies.selection import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.base import Signal, Signals
     from kvcache_rag.prompt import Message
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -67,7 +69,10 @@ class Again(ReusePolicy):
     positions: PositionScheme = "reordered"
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        return BestLast(self.ratio).select(prompt, signals)
+        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        for chunk in prompt.chunks[-max(1, round(self.ratio * len(prompt.chunks))) :]:
+            selected[chunk.start : chunk.stop] = True
+        return selected & candidates(prompt)
 
 
 def ranked(texts: Sequence[str], scores: Sequence[float]) -> list[str]:
@@ -117,7 +122,7 @@ def test_law_the_best_last_is_the_same_chunks_computed_again(
     engine: Engine, ratio: float, chunks: int, scheme: Any
 ) -> None:
     policy = BestLast(ratio, scheme)
-    if refused(engine, policy):
+    if refused(engine, policy) or refused(engine, Again(ratio, scheme)):
         return
     # TEXTS stand best first.
     best = TEXTS[:chunks][::-1]
@@ -228,7 +233,7 @@ class Alone(ReusePolicy):
     """Keeps what another policy chooses by itself."""
 
     name: ClassVar[str] = "alone"
-    needs_scorer: ClassVar[bool] = True  # whatever the other one asks for
+    reads: ClassVar[tuple[Signal, ...]] = ("relevance",)  # whatever the other one asks for
     of: ReusePolicy
     positions: PositionScheme = "reordered"
     picked: list[Tensor] = field(default_factory=list, compare=False)
@@ -244,9 +249,9 @@ class Alone(ReusePolicy):
     [(0, 20, 1), (0.2, 1, 0), (0.2, 2, 1), (0.2, 5, 1), (0.2, 10, 2), (0.2, 20, 4), (1, 5, 4)],
 )
 def test_how_many_are_computed(ratio: float, chunks: int, fresh: int) -> None:
-    arranged = BestLast(ratio).arranged([float(number) for number in range(chunks)])
-    assert arranged.fresh == fresh
-    assert arranged.order == tuple(range(chunks)), "the best stand last, whatever their number"
+    plan = BestLast(ratio).plan(Retrieved("", ("",) * chunks, range(chunks)))
+    assert plan.fresh == fresh
+    assert plan.order == tuple(range(chunks)), "the best stand last, whatever their number"
 
 
 def test_a_reference_about_another_text_is_what_its_text_is() -> None:

@@ -49,6 +49,7 @@ from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models import pack_weights
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.weights import unwrapped
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.stores import RemoteStore
 from tests.damage import header_size
 
@@ -501,7 +502,7 @@ def test_combinations_and_the_best_last(engine: Engine) -> None:
     assert answer.metrics.hits == {"combinations": 1}
     best = engine.logits(QUESTION, ORDER, policy=BestLast())
     # The best one is computed with the question, behind the others as they are.
-    wanted = BestLast().arranged([3.0, 2.0, 1.0])
+    wanted = BestLast().plan(Retrieved("", tuple(ORDER)))
     others = [ids.chunks[place] for place in wanted.brought]
     fresh = [ids.chunks[place] for place in wanted.order[len(others) :]]
     assert fresh[-1] == ids.chunks[0]

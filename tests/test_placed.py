@@ -33,17 +33,29 @@ if TYPE_CHECKING:
 def test_chunks_that_overlap_are_refused_in_one_sentence(name: str, policy: ReusePolicy) -> None:
     engine = make_engine(name)
     engine.add(TEXTS)
-    for texts in (TEXTS, TEXTS[:1]):
-        with pytest.raises(UnsupportedModelError) as caught:
-            engine.generate(QUESTION, texts, policy=policy, max_new_tokens=1)
-        said = str(caught.value)
-        assert said.startswith(f"{name.split()[0]}: attention counts a token's place in the prompt")
-        assert said.count("; use Reuse(), or positions=") == 1
-        assert repr(policy) in said
+    with pytest.raises(UnsupportedModelError) as caught:
+        engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+    said = str(caught.value)
+    assert said.startswith(f"{name.split()[0]}: attention counts a token's place in the prompt")
+    assert said.count("; use Reuse(), or positions=") == 1
+    assert repr(policy) in said
     with pytest.raises(UnsupportedModelError, match="counts a token's place"):
         engine.explain(QUESTION, TEXTS, policy=policy)
     assert engine.generate(QUESTION, [], policy=policy, max_new_tokens=1).token_ids
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.reused_tokens
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_composite_positions_of_one_chunk_are_its_places(name: str) -> None:
+    engine = make_engine(name)
+    found = [
+        engine.logits(QUESTION, TEXTS[:1], policy=policy)
+        for policy in (Reuse("composite"), LegoLink(4, positions="composite"), Reuse())
+    ]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+    with pytest.raises(UnsupportedModelError, match=f"^{name.split()[0]}: its attention"):
+        engine.logits(QUESTION, TEXTS[:1], policy=Ape())
 
 
 @pytest.mark.parametrize("name", BY_PLACE)
@@ -108,7 +120,7 @@ def test_a_bias_that_is_no_function_of_the_distance_is_refused(
         "forward",
         _with_ones(modeling_bloom.BloomModel.forward),
     )
-    refusal = TransformersModel(build("bloom")).why_refused
+    refusal = TransformersModel(build("bloom")).abilities.cannot_stitch
     assert refusal.startswith("bloom: layer 1 counts places (ALiBi) in a way of its own")
 
 
@@ -134,7 +146,7 @@ def test_a_model_that_takes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) 
         return make(*args, attention_mask=None, **kwargs)
 
     monkeypatch.setattr(modeling_bloom, "create_causal_mask", stubborn)
-    refusal = TransformersModel(build("bloom")).why_refused
+    refusal = TransformersModel(build("bloom")).abilities.cannot_stitch
     assert refusal.startswith("bloom: layer 0 counts places (ALiBi), and the model takes no mask")
 
 

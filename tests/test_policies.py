@@ -12,6 +12,8 @@ from torch import Tensor
 import kvcache_rag
 from kvcache_rag import (
     Ape,
+    BestFew,
+    BestLast,
     CacheBlend,
     CacheClip,
     Combination,
@@ -21,7 +23,9 @@ from kvcache_rag import (
     ProphetKV,
     Reuse,
 )
+from kvcache_rag.models.language import Abilities
 from kvcache_rag.policies import POLICY_NAMES, ReusePolicy, policy_by_name
+from kvcache_rag.policies.checks import why_not
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 PROMPT = StitchedPrompt.of(10, [100, 100, 100, 100], 20)
@@ -116,3 +120,53 @@ def test_names_that_are_none(text: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message) as caught:
         policy_by_name(text)
     assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- what a model cannot do
+RATIOS: list[ReusePolicy] = [CacheBlend(0.3), ProphetKV(0.3), CacheClip(Scorer(), ratio=0.3)]
+OVERLAPPING: list[ReusePolicy] = [Reuse("composite"), BestLast(0, "composite"), Ape()]
+MOVING: list[ReusePolicy] = [Reuse(), BestLast(), LegoLink(4), *RATIOS, *OVERLAPPING]
+# Ability -> the policies that need it, of all that are asked about.
+NEEDED: dict[str, list[ReusePolicy]] = {
+    "cannot_capture": [*MOVING, BestFew(), Combination()],
+    "cannot_move": MOVING,
+    "cannot_overlap": OVERLAPPING,
+    "cannot_choose": RATIOS,
+    "cannot_observe": RATIOS[:2],
+    "cannot_weigh": [Ape()],
+}
+ANYWHERE: list[ReusePolicy] = [FullRecompute(), CacheBlend(1)]
+
+
+def lacking(*names: str) -> Abilities:
+    changes: dict[str, Any] = dict.fromkeys(names, "it cannot")
+    return Abilities(**changes)
+
+
+@pytest.mark.parametrize("ability", NEEDED)
+def test_why_a_policy_cannot_run_is_said_by_what_the_model_cannot(ability: str) -> None:
+    poor = lacking(ability)
+    for policy in (*NEEDED["cannot_capture"], *ANYWHERE):
+        assert why_not(policy, Abilities()) == ""
+        said = why_not(policy, poor)
+        assert said.startswith("it cannot") == (policy in NEEDED[ability]), policy
+        assert bool(said) == (policy in NEEDED[ability]), policy
+
+
+@pytest.mark.parametrize("policy", ALL, ids=repr)
+def test_one_chunk_needs_no_more_than_to_be_kept_and_weighed(policy: ReusePolicy) -> None:
+    poor = lacking("cannot_move", "cannot_overlap", "cannot_choose", "cannot_observe")
+    assert why_not(policy, poor, 1) == ""
+    assert why_not(policy, lacking("cannot_capture"), 0) == ""
+
+
+def test_ratios_of_nothing_need_nothing() -> None:
+    poor = lacking("cannot_choose", "cannot_observe")
+    for policy in (CacheBlend(0), ProphetKV(0), CacheClip(ratio=0)):
+        assert why_not(policy, poor) == ""
+
+
+@pytest.mark.parametrize("name", ["chosen", "arranged"])
+def test_a_policy_with_a_hook_that_went_is_told_which_one_there_is(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"Mine\.{name}\(\) .* plan\(retrieved\)"):
+        type("Mine", (Reuse,), {name: lambda self, given: ()})

@@ -251,4 +251,4 @@ def test_the_ends_of_the_dial() -> None:
     assert CacheClip(ratio=1).is_full
     assert not CacheClip().is_reuse
     assert not CacheClip().is_full
-    assert [CacheClip(ratio=r).needs_scorer for r in (0, 0.2, 1)] == [False, True, False]
+    assert [CacheClip(ratio=r).reads for r in (0, 0.2, 1)] == [(), ("relevance",), ()]

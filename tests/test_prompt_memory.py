@@ -67,8 +67,6 @@ def engine() -> Engine:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_law_what_begins_alike_goes_on_alike(family: Engine, policy: Any) -> None:
-    if family.refusal and policy.moves_chunks:
-        return
     cases = [
         (QUESTION, {}),
         (OTHER, {}),

@@ -64,7 +64,7 @@ class Asking(ReusePolicy):
 
     def __init__(self, ask: Callable[[Signals], object], auxiliary: Scorer | None = None) -> None:
         self.ask, self.auxiliary = ask, auxiliary
-        self.needs_scorer = True
+        self.reads = ("relevance",)
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         self.ask(signals)
@@ -213,7 +213,7 @@ def test_the_signal_ends_before_the_attention_of_its_layer(
 ) -> None:
     engine.add(TEXTS)
     asked = Asking(lambda signals: [signals.deviation(1) for _ in range(3)])
-    asked.needs_scorer = False
+    asked.reads = ()
     for seen in passes.values():
         seen.clear()
     engine.generate(QUESTION, TEXTS, policy=asked, max_new_tokens=1)

@@ -46,7 +46,7 @@ def make_engine(name: str, *, trained: bool = False, **options: Any) -> Engine:
 
 def best_of(texts: list[str]) -> list[str]:
     """What the default answers from."""
-    return [texts[index] for index in BestFew().chosen(Retrieved(QUESTION, tuple(texts)))]
+    return [texts[index] for index in BestFew().plan(Retrieved(QUESTION, tuple(texts))).order]
 
 
 @pytest.mark.parametrize("name", IMMOVABLE)

@@ -57,7 +57,7 @@ def test_law_the_order_in_which_chunks_are_given_does_not_matter(
     assert moved.relevance == tuple(plain.relevance[index] for index in order)
     assert tuple(order[index] for index in moved.ranked()) == plain.ranked()
     for policy in (BestFew(), BestFew(1), BestFew(3)):
-        assert tuple(order[index] for index in policy.chosen(moved)) == policy.chosen(plain)
+        assert tuple(order[index] for index in policy.plan(moved).order) == policy.plan(plain).order
 
 
 @given(QUESTION, CHUNKS, st.booleans())
@@ -67,14 +67,14 @@ def test_law_of_a_choice(question: str, chunks: list[tuple[str, float]], scored:
     assert sorted(ranked) == [*range(len(chunks))]
     relevance = [retrieved.relevance[index] for index in ranked]
     assert relevance == sorted(relevance, reverse=True)
-    few = BestFew().chosen(retrieved)
+    few = BestFew().plan(retrieved).order
     assert 1 <= len(few) <= MOST
     assert few == ranked[: len(few)]
     behind = [relevance[0] - one for one in relevance]
     assert all(distance <= NEAR for distance in behind[: len(few)])
     assert all(distance > NEAR for distance in behind[len(few) : MOST])
     for count in (1, 2, 20):
-        assert BestFew(count).chosen(retrieved) == ranked[:count]
+        assert BestFew(count).plan(retrieved).order == ranked[:count]
 
 
 @given(ANY_LETTERS, st.lists(ANY_LETTERS, max_size=5))
@@ -82,7 +82,8 @@ def test_whatever_is_written_is_ranked(question: str, texts: list[str]) -> None:
     retrieved = Retrieved(question, tuple(texts))
     assert all(map(math.isfinite, retrieved.relevance))
     assert sorted(retrieved.ranked()) == [*range(len(texts))]
-    assert BestFew().chosen(retrieved) == retrieved.ranked()[: len(BestFew().chosen(retrieved))]
+    few = BestFew().plan(retrieved).order
+    assert few == retrieved.ranked()[: len(few)]
 
 
 # ---------------------------------------------------------------------- numbers
@@ -125,8 +126,8 @@ def test_one_chunk_and_none(scores: list[float] | None) -> None:
     none = Retrieved(ASKED, (), None if scores is None else [])
     assert (none.ranked(), none.relevance, len(none)) == ((), (), 0)
     for policy in (BestFew(), BestFew(2)):
-        assert policy.chosen(one) == (0,)
-        assert policy.chosen(none) == ()
+        assert policy.plan(one).order == (0,)
+        assert policy.plan(none).order == ()
 
 
 # ---------------------------------------------------------------------- words

@@ -22,6 +22,7 @@ from kvcache_rag import (
     LegoLink,
     Reuse,
 )
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prompt.scores import scores_by_step, whole_scores
 from kvcache_rag_server.prefetch import Prefetcher
 
@@ -92,7 +93,7 @@ def test_scores_of_one_question_are_none_of_the_others() -> None:
 @pytest.mark.parametrize("policy", OTHERS, ids=repr)
 def test_law_no_other_policy_moves_a_chunk(policy: ReusePolicy) -> None:
     engine = make_engine("llama")
-    assert policy.arranged(SCORES).brought == (0, 1, 2)
+    assert policy.plan(Retrieved("", tuple(TEXTS), SCORES)).brought == (0, 1, 2)
     expected = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=6)
     found = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=6, scores=SCORES)
     assert found.token_ids == expected.token_ids

@@ -53,9 +53,10 @@ from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
 from kvcache_rag.models.pretrained import Backend
 from kvcache_rag.policies import ReusePolicy, policy_by_name
-from kvcache_rag.policies.base import Arrangement
+from kvcache_rag.policies.base import Plan
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, top
+from kvcache_rag.prompt.scores import ranking
 from kvcache_rag_lab.evaluation.datasets import read_json_lines
 from kvcache_rag_lab.evaluation.runner import evaluate, weights_digest
 from kvcache_rag_lab.evaluation.tasks import task_by_name
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.relevance import Retrieved
     from kvcache_rag.stitching.stitch import StitchedPrompt
     from kvcache_rag_lab.scoring.question import Task
 
@@ -116,15 +118,16 @@ class Fewer(BestLast):
     """A full prefill of the best chunks alone, as if no more of them had been retrieved."""
 
     name: ClassVar[str] = "fewer"
-    computes_chunks: ClassVar[bool] = False
 
     @property
     def is_full(self) -> bool:
         return True
 
-    def arranged(self, scores: Sequence[float]) -> Arrangement:
-        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        return Arrangement(tuple(ranked[: max(1, round(self.share * len(scores)))]))
+    def plan(self, retrieved: Retrieved) -> Plan:
+        scores = ranking(retrieved.scores, len(retrieved))
+        ranked = tuple(sorted(range(len(scores)), key=lambda index: -scores[index]))
+        count = max(1, round(self.share * len(scores)))
+        return Plan(ranked[:count], others=ranked[count:])
 
 
 MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {

@@ -448,7 +448,7 @@ def test_questions_are_about_what_the_chunks_say(monkeypatch: pytest.MonkeyPatch
     assert {len(ids) for ids in asked.queries} == {QUERY}
     prompt = asked.prompt(1024, 2, 0)
     assert prompt["scores"] == [float(asked.texts.index(text)) for text in prompt["texts"]]
-    best = [BestFew(1).chosen(Retrieved(asked_of, asked.texts)) for asked_of in asked.questions]
+    best = [BestFew(1).plan(Retrieved(asked_of, asked.texts)).order for asked_of in asked.questions]
     assert len({*best}) > 2, "questions have their answers in different chunks"
 
 

@@ -161,7 +161,7 @@ class Engine(NamedArguments):
             else MemoryStore(COMBINATION_BYTES, tier="combinations")
         )
         self.template = template or PromptTemplate()
-        guard = PolicyGuard.of(model, given_policy(policy), self._adapter.why_refused)
+        guard = PolicyGuard.of(model, given_policy(policy), self._adapter.abilities)
         self._adapter.keep_heads(guard.policy.head)
         self.auxiliary = auxiliary
         self.namespace = namespace
@@ -183,9 +183,7 @@ class Engine(NamedArguments):
         beyond = model.why_no_longer(window, longest)
         planner = Planner(renderer, None, window, longest, beyond)
         gate = self._options["gate"]
-        if loader is None:  # it keeps no keys and values: nothing can be reused
-            guard = replace(guard, alone=0)
-        elif gate is not None:
+        if loader is not None and gate is not None:
             stores = (self.store, self.combinations)
             bound = BoundGate.of(gate, loader.prefiller, renderer, stores, self.auxiliary)
             guard = replace(guard, gate=bound)
@@ -396,7 +394,7 @@ class Engine(NamedArguments):
     @property
     def is_recurrent(self) -> bool:
         """Whether some layers of the model keep a state instead of keys and values."""
-        return self._adapter.recurrent is not None
+        return self._adapter.abilities.recompute == "heads"
 
     @property
     def prefix_text(self) -> str:
@@ -467,7 +465,7 @@ class Engine(NamedArguments):
         _ = bound.capturing
         policy = given_policy(policy) or bound.guard.policy
         chunks = listed_chunks(chunks)
-        brought = policy.brought(retrieved_chunks(question, chunks, scores))
+        brought = policy.plan(retrieved_chunks(question, chunks, scores)).brought
         if not bound.guard.reuses(policy, len(brought)):
             return []
         planned = bound.planner.chunks(chunks, only=brought)

@@ -54,6 +54,12 @@ class UnsupportedModelError(KVCacheRagError):
     """The model keeps its context in a way that cannot be captured or moved."""
 
 
+def refuse(why: str) -> None:
+    """Raise `UnsupportedModelError` if there is a reason."""
+    if why:
+        raise UnsupportedModelError(why)
+
+
 class ChunkNotFoundError(KVCacheRagError):
     """The store does not hold this chunk."""
 

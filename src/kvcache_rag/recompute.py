@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.models.cache import HaltedError, buffer_cache, keep_states, recompute_cache
 from kvcache_rag.stitching.states import StateWalk
 
@@ -80,10 +80,10 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     """
     model, query = row.model, row.shape.spans[-1]
     context, stop = query.start, query.stop - 1
-    if model.recurrent is not None:
+    if model.abilities.recompute == "heads":
         _recompute_in_order(row, selected)
         return
-    model.ensure_recomputable()
+    refuse(model.abilities.cannot_choose)
     chosen = selected.nonzero()[:, 0]  # (chosen,) int64 places in the prompt, ascending
     places = torch.cat([chosen, torch.arange(context, stop)])  # (chosen + query - 1,)
     mask = model.causal_mask(places, stop)  # over what the buffer will hold, place by place
@@ -112,7 +112,7 @@ def _recompute_in_order(row: StitchedRow, selected: Tensor) -> None:
         count = int(chosen.sum())
         if count:
             if not _is_head(layout, chosen, count):
-                model.ensure_recomputable()
+                refuse(model.abilities.cannot_choose)
             compute(row, span.start, span.start + count)
             walk.at()
         if count < len(span):

@@ -439,11 +439,14 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
 
     def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
         from kvcache_rag.models.names import chosen_adapter
-        from kvcache_rag.models.pretrained import load
+        from kvcache_rag.models.pretrained import fitted, load
 
         tokenizer = self._load_tokenizer(tokenizer, is_loaded=model is not None)
         if model is not None:
-            return self._fitted(model, tokenizer)
+            if tokenizer is None:
+                raise InvalidInputError("a loaded model needs its tokenizer= too")
+            fit, template = fitted(model, self.adapter, self.weight_format, self.backend)
+            return fit, tokenizer, template
         revision = {"revision": self.revision} if self.revision else {}
         return load(
             self.model,
@@ -455,47 +458,6 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             weight_format=self.weight_format,
             backend=self.backend,
         )
-
-    def _fitted(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
-        """A loaded model, with adapter and weights as they are asked for."""
-        from kvcache_rag.models.adapters import NO_ADAPTER, adapter_template, with_adapter
-        from kvcache_rag.models.linears import pack_weights
-
-        if tokenizer is None:
-            raise InvalidInputError("a loaded model needs its tokenizer= too")
-        if self._is_llama(model):
-            return model, tokenizer, None
-        if self.adapter is None or self.adapter == NO_ADAPTER:
-            if self.weight_format != "auto":
-                pack_weights(model, self.weight_format)
-            return model, tokenizer, None
-        if self.weight_format not in ("auto", "plain"):
-            raise InvalidInputError(
-                "adapter= of a loaded model can be switched, which needs weights as they are; "
-                "leave weight_format out, or name the model and its adapter"
-            )
-        name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-        return with_adapter(model, self.adapter, name), tokenizer, adapter_template(self.adapter)
-
-    def _is_llama(self, model: Any) -> bool:
-        """Whether llama.cpp has loaded a model; what it cannot be given any more is refused."""
-        from kvcache_rag.models.adapters import NO_ADAPTER
-        from kvcache_rag.models.llamacpp.loading import check_format
-        from kvcache_rag.models.pretrained import is_llama
-
-        if is_llama(model):
-            check_format(self.weight_format)
-            if self.adapter not in (None, NO_ADAPTER):
-                raise InvalidInputError(
-                    "llama.cpp takes an adapter while it loads a model, and a loaded one was "
-                    "given; name its file, and the adapter"
-                )
-        elif self.backend == "llama.cpp":
-            raise InvalidInputError(
-                'backend="llama.cpp" loads a GGUF file, and a loaded model of transformers was '
-                "given; name the file, or leave backend out"
-            )
-        return is_llama(model)
 
     def _load_tokenizer(self, given: Any, *, is_loaded: bool) -> Any:
         """The tokenizer that was given or named; None for the model's own."""

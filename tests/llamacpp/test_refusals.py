@@ -70,7 +70,7 @@ def test_models_that_cannot_be_stitched_answer_by_full_prefill(
     Chunks are refused.
     """
     engine = opened(files(name))
-    few = [TEXTS[at] for at in BestFew().chosen(Retrieved(QUESTION, tuple(TEXTS)))]
+    few = [TEXTS[at] for at in BestFew().plan(Retrieved(QUESTION, tuple(TEXTS))).order]
     with pytest.warns(UserWarning, match=rf"^{words}.*; it answers by full prefill"):
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
     with warnings.catch_warnings():
@@ -124,10 +124,10 @@ def test_keys_that_cannot_be_moved_stay_where_they_are(files: Files, own: Decode
     [
         (CacheBlend(0.3), r"llama.cpp gives neither attention nor keys of single layers"),
         (ProphetKV(0.3), r"llama.cpp gives neither attention nor keys of single layers"),
-        (Ape(0.8, 0.9), r"Ape\(.*\) weighs chunks inside attention"),
-        (Reuse("composite"), r"composite positions do not"),
-        (LegoLink(4, positions="composite"), r"composite positions do not"),
-        (BestLast(positions="composite"), r"composite positions do not"),
+        (Ape(0.8, 0.9), r"lets nobody weigh chunks inside attention"),
+        (Reuse("composite"), r"chunks cannot overlap in position as Reuse\("),
+        (LegoLink(4, positions="composite"), r"chunks cannot overlap in position as LegoLink"),
+        (BestLast(positions="composite"), r"chunks cannot overlap in position as BestLast"),
         (Picked(lambda prompt: torch.ones(3)), r"select must return a bool tensor"),
         (CacheClip(ratio=0.3), r"needs an auxiliary model to choose tokens"),
     ],

@@ -219,7 +219,7 @@ def test_a_llama_cpp_that_writes_another_form_is_refused_when_it_is_loaded(
     assert "llama.cpp" in engine.refusal
     with pytest.warns(UserWarning, match="answers by full prefill"):
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    few = [TEXTS[at] for at in BestFew().chosen(Retrieved(QUESTION, tuple(TEXTS)))]
+    few = [TEXTS[at] for at in BestFew().plan(Retrieved(QUESTION, tuple(TEXTS))).order]
     said, _ = own(files("llama")).answer([], [], [*ids_of(engine, few).all], 4)
     assert [*answer.token_ids] == said
     with pytest.raises(UnsupportedModelError, match=r"use FullRecompute\(\)"):

@@ -33,7 +33,7 @@ from kvcache_rag.errors import (
 )
 from kvcache_rag.forks import new_condition, new_lock
 from kvcache_rag.generation.request import retrieved_chunks
-from kvcache_rag.models.pretrained import checked_device, is_llama
+from kvcache_rag.models.pretrained import checked_device
 from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Prefetcher:
         given, scores, question = prefetch.chunks, prefetch.scores, prefetch.question
         keys = engine.needed(given, policy, scores, question=question)
         found = retrieved_chunks(question, given, scores)
-        chunks = [given[at] for at in policy.brought(found)]
+        chunks = [given[at] for at in policy.plan(found).brought]
         if len(keys) == len(given) and chunks == [*given]:
             prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:
@@ -315,7 +315,7 @@ class Prefetcher:
                 engine.add([text])
             self._seconds = time.monotonic() - started
         # Chunks that were added have it done already; of others the auxiliary's own may be gone.
-        if policy.needs_scorer and self._pays(prefetch):
+        if "relevance" in policy.reads and self._pays(prefetch):
             engine._add_scored(given, policy)
         return "finished"
 
@@ -370,6 +370,11 @@ def twin(engine: Engine, device: str) -> Engine:
         InvalidInputError: If there is no such device, the weights cannot be put there, or what it
             computes would have other keys.
     """
+    if engine._adapter.abilities.memory == "own":
+        raise InvalidInputError(
+            "a model in llama.cpp cannot be copied to prefetch beside itself; prefetch with the "
+            'one that answers ("same"), or not ("off")'
+        )
     try:
         model = _placed(engine.model, checked_device(device))
         second = like(engine, model=model)
@@ -402,11 +407,6 @@ def ensure_same_keys(engine: Engine, second: Engine) -> None:
 
 def _placed(model: Any, device: torch.device) -> Any:
     """A copy of a module whose weights lie on `device`; those that lie there are shared."""
-    if is_llama(model):
-        raise InvalidInputError(
-            "a model in llama.cpp cannot be copied to prefetch beside itself; prefetch with the "
-            'one that answers ("same"), or not ("off")'
-        )
     if getattr(model, PACKED, None) is not None and device.type != "cpu":
         raise InvalidInputError(
             f"weights packed for a CPU cannot be copied to {str(device)!r}; load the model "

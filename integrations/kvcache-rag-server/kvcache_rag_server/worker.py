@@ -53,8 +53,9 @@ def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
     with suppress(InvalidInputError):  # which its answer will tell
         policy, _ = engine._bound.guard.gated(policy, has_chunks=bool(work.chunks))
     found = retrieved_chunks(work.question, work.chunks, work.scores)
-    chosen = policy.chosen(found)
-    return work.chunks if chosen is None else tuple(work.chunks[at] for at in chosen)
+    plan = policy.plan(found)
+    is_all = plan.others is None  # in the order in which they were given
+    return work.chunks if is_all else tuple(work.chunks[at] for at in plan.order)
 
 
 def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:

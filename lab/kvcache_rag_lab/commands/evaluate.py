@@ -219,7 +219,7 @@ def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
 
     policies = {name: policy_by_name(name) for name in arguments.policies}
     for name, policy in policies.items():
-        if policy.needs_scorer and not arguments.auxiliary:
+        if "relevance" in policy.reads and not arguments.auxiliary:
             raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
     if arguments.kv_codec and all(policy.is_full for policy in policies.values()):
         raise InvalidInputError(

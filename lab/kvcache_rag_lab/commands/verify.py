@@ -48,8 +48,8 @@ KEY = "KVCACHE_RAG_API_KEY"
 # What every engine behind a server does.
 OF_SERVERS = ("bestfew", "reuse", "composite")
 
-# What a model with recurrent layers does, in which no single token is computed again.
-OF_RECURRENT = ("bestfew", "reuse", "bestlast", "combination")
+# Where a model cannot do all of these, as one with recurrent layers.
+OF_OTHERS = ("bestfew", "reuse", "bestlast", "combination")
 
 # What llama.cpp does, which shows neither attention nor keys of single layers.
 OF_LLAMA = ("bestfew", "reuse", "bestlast", "legolink", "combination")
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         type=policy_name,
         help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
-        f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_RECURRENT)}; "
+        f"of a server {' '.join(OF_SERVERS)}; with recurrent layers {' '.join(OF_OTHERS)}; "
         f"of llama.cpp {' '.join(OF_LLAMA)})",
     )
     parser.add_argument(
@@ -135,18 +135,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
-    from kvcache_rag.policies.named import name_of, policy_by_name
-
     _check(arguments)
     policies = _policies(arguments)
     _ready(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
     with _opened(arguments) as (engine, auxiliary):
         agreement, scorer = None, ""
-        if not arguments.policies and not arguments.base_url and engine.is_recurrent:
-            # What the engine does by itself, then the others.
-            names = [name_of(engine.policy), *OF_RECURRENT]
-            policies = [policy_by_name(name) for name in dict.fromkeys(names)]
+        if not arguments.policies and not arguments.base_url:
+            policies = _possible(engine, policies)
         if auxiliary is not None:
             agreement = _agreement(engine, auxiliary, planned)
             scorer = agreement.name
@@ -283,9 +279,23 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
     if all(policy.is_full for policy in policies):
         raise InvalidInputError("there is nothing to verify; add a policy that reuses chunks")
     for name, policy in zip(names, policies, strict=True):
-        if policy.needs_scorer and not arguments.auxiliary:
+        if "relevance" in policy.reads and not arguments.auxiliary:
             raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
     return policies
+
+
+def _possible(engine: Engine, policies: list[ReusePolicy]) -> list[ReusePolicy]:
+    """What is compared by itself on a model that may not be able to do all of it."""
+    from kvcache_rag.policies.checks import why_not
+    from kvcache_rag.policies.named import name_of, policy_by_name
+
+    abilities = engine._adapter.abilities
+    if not any(why_not(policy, abilities) for policy in policies):
+        return policies
+    # What the engine does by itself, then the others.
+    names = dict.fromkeys([name_of(engine.policy), *OF_OTHERS])
+    others = [policy_by_name(name) for name in names]
+    return [policy for policy in others if not why_not(policy, abilities)]
 
 
 @contextlib.contextmanager

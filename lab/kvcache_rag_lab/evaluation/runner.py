@@ -97,7 +97,7 @@ def evaluate(
     records = RecordFile(file)
     for cell in cells:
         records.note(f"policy {cell.label}", repr(cell.policy))
-        if cell.policy.needs_scorer and auxiliary is not None:
+        if "relevance" in cell.policy.reads and auxiliary is not None:
             records.note("the auxiliary", repr(auxiliary))
     run = _Run(tasks, cells, records, n, seed, batch, timed, divergence)
     with progress_bar(run.missing(), "eval", "answer", show=show_progress) as bar:
@@ -116,7 +116,8 @@ def weights_digest(engine: Engine) -> str:
     """What tells the weights of a model, as they are, from others."""
     adapter = engine._adapter
     # llama.cpp has no weights of torch, and they do not change.
-    named = adapter.weights.identity if adapter.has_cells else model_identity(engine.model)
+    is_own = adapter.abilities.memory == "own"
+    named = adapter.weights.identity if is_own else model_identity(engine.model)
     return xxhash.xxh3_128_hexdigest(canonical_json(named))
 
 

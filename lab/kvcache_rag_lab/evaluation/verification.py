@@ -276,7 +276,7 @@ class Verification:
         rows = tuple(
             self._row(
                 name,
-                (scorer_name(policy.auxiliary) or scorer) if policy.needs_scorer else "",
+                (scorer_name(policy.auxiliary) or scorer) if "relevance" in policy.reads else "",
                 outcomes[name],
                 outcomes[""],
                 asked,
@@ -484,7 +484,7 @@ def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float
 
 def _chooses(policy: ReusePolicy, question: Question) -> bool:
     """Whether a policy answers from some chunks alone."""
-    return policy.chosen(Retrieved(question.question, question.chunks)) is not None
+    return policy.plan(Retrieved(question.question, question.chunks)).others is not None
 
 
 def notes(
@@ -587,11 +587,11 @@ def check_numerics(
             *(single, _plain(exact, model, question, some[:1])),
         ),
     ]
-    is_masked = model.recurrent is None  # no mask keeps a state from going on
+    is_masked = model.abilities.recompute != "heads"  # no mask keeps a state from going on
     if is_masked and not model.measured.immovable and not model.measured.by_place:
         several = some if len(some) > 1 else some * 2
         schemes: tuple[PositionScheme, ...] = ("reordered", "composite")
-        for scheme in schemes[: 1 if model.has_cells else None]:
+        for scheme in schemes[: 1 if model.abilities.cannot_overlap else None]:
             with suppress(ContextTooLongError):  # a single chunk need not fit twice
                 reused = exact.logits(question, several, policy=Reuse(positions=scheme))
                 name, wanted = _stitched(exact, model, question, several, scheme)

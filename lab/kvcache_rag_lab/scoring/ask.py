@@ -407,7 +407,7 @@ class Asker:
 
     def _prepare_scorers(self, cells: Iterable[Cell], texts: Sequence[str]) -> None:
         """An auxiliary model has its chunks cached too, as after ingestion."""
-        policies = [cell.policy for cell in cells if cell.policy.needs_scorer]
+        policies = [cell.policy for cell in cells if "relevance" in cell.policy.reads]
         scorers = [policy.auxiliary or self._workplaces.auxiliary for policy in policies]
         for scorer in {id(scorer): scorer for scorer in scorers}.values():
             prefill = getattr(scorer, "prefill", None)
@@ -449,7 +449,7 @@ def _brought(
         texts = found.setdefault(cell.codec, {})
         for one in questions:
             retrieved = Retrieved(one.question, one.chunks, one.scores or None)
-            places = cell.policy.brought(retrieved)
+            places = cell.policy.plan(retrieved).brought
             texts.update(dict.fromkeys(one.chunks[place] for place in places))
     return found
 

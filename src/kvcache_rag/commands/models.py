@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     model = language_model(_load(settings))
     print("\n".join(_describe(arguments.model, model)))
-    reason = model.why_refused
+    reason = model.abilities.cannot_stitch
     if reason:
         print(f"verdict         not movable: {reason}; full prefill works")
         return UNSUPPORTED

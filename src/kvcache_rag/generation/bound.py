@@ -181,11 +181,9 @@ class Bound:
         if not self.guard.refusal:
             return planned
         # They are answered under one policy, and one full prefill makes the others full.
-        full = next((one.request.policy for one in planned if one.request.policy.is_full), None)
-        return [
-            replace(one, request=replace(one.request, policy=full or one.request.policy))
-            for one in planned
-        ]
+        if not any(one.request.policy.is_full for one in planned):
+            return planned
+        return [replace(one, request=one.request.by_full_prefill()) for one in planned]
 
     def plan_answers(self, questions: Sequence[Question]) -> list[Planned]:
         """Likewise, with a warning the first time that a policy may cost answers."""

@@ -63,7 +63,7 @@ class BufferContext(Context):
             return
         # The last token of an answer is not computed any more.
         ids = [*self.rows[0].ids.tolist(), *answers[0][:-1]]
-        if self.model.recurrent is not None:
+        if self.model.abilities.continues == "at its end":
             held = cache.get_seq_length()
             if is_cut or held > len(ids):  # states of half a pass, or behind what was not said
                 return
@@ -173,7 +173,7 @@ class BufferFiller(Filler):
         if self.rotation == "copied":
             return 'the engine was made with rotation="copied"'
         request = prompts[0].request
-        if len(prompts) > 1 and self.model.recurrent is not None:
+        if len(prompts) > 1 and not self.model.abilities.batch:
             return "queries of a batch run through recurrent layers one by one"
         if request.policy.scaling is not None:
             return f"{request.policy!r} weighs chunks against the rest"
@@ -282,7 +282,7 @@ class BufferFiller(Filler):
             rows.append(row)
             if row.can_be_copied:
                 known[prompt.chunks] = row
-        if len(rows) > 1 and self.model.recurrent is not None:
+        if len(rows) > 1 and not self.model.abilities.batch:
             rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
         if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
             beginning = None  # what was computed now is rounded when it is loaded
@@ -313,8 +313,6 @@ class BufferFiller(Filler):
     def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
         """Load and stitch a context into a buffer of one row, and choose tokens."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
-        if policy.chooses_tokens and not policy.is_reuse and self.model.recurrent is not None:
-            self.model.ensure_recomputable()
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.generation.context import Context, ContextRow, Filler
 from kvcache_rag.generation.prompt_memory import alike
 from kvcache_rag.generation.request import OtherLengthsError
@@ -218,22 +217,6 @@ class CellsFiller(Filler):
             heard_query=signals.heard_query,
         )
         return _Plan(prompt, row)
-
-    def ensure_possible(self, prompt: Prompt) -> None:
-        policy = prompt.policy
-        if policy.chooses_tokens and not policy.needs_scorer and not policy.is_reuse:
-            self.model.ensure_recomputable()
-        if policy.scaling is not None:
-            raise UnsupportedModelError(
-                f"{policy!r} weighs chunks inside attention, which llama.cpp lets nobody do; use "
-                "BestFew(), BestLast(), LegoLink(n), Reuse() or FullRecompute(), or "
-                'backend="transformers"'
-            )
-        if policy.positions == "composite" and len(prompt.chunks) > 1:
-            raise UnsupportedModelError(
-                "llama.cpp has a prompt's next token stand right behind its last one, which "
-                'composite positions do not; use positions="reordered", or backend="transformers"'
-            )
 
     # ------------------------------------------------------------------ what is computed first
 

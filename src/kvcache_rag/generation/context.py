@@ -18,7 +18,6 @@ import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.models.generate import uses_beams
-from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores
 from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.stitching.loader import LoadedContext
@@ -79,8 +78,7 @@ class Prompt:
     @property
     def policy(self) -> ReusePolicy:
         """What becomes of the chunks that are brought."""
-        asked = self.request.policy
-        return Reuse(asked.positions) if asked.computes_chunks else asked
+        return self.request.policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +124,9 @@ class ContextRow:
         The query, or what the last prompt left open of it; its last token, once tokens were
         computed again and the query with them.
         """
-        in_order = self.stitched is not None and self.stitched.model.recurrent is not None
-        is_computed = self.selected is not None and not self.is_copy and not in_order
+        row = self.stitched
+        at_once = row is None or row.model.abilities.recompute == "tokens"
+        is_computed = self.selected is not None and not self.is_copy and at_once
         is_query = not self.is_advanced and not is_computed
         open_ = self.shape.tokens - self.shape.context_tokens - self.continued
         return open_ if is_query else 1
@@ -162,7 +161,7 @@ class ContextRow:
     @property
     def can_be_copied(self) -> bool:
         """Whether a row with the same chunks would hold the same, at the same cost."""
-        return not (self.heard_query or self.policy.needs_scorer or self.loaded.misses)
+        return not (self.heard_query or "relevance" in self.policy.reads or self.loaded.misses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,9 +253,6 @@ class Filler(ABC):
         """Fill buffers of `memory`, or what the model has in place of these."""
         self.model, self.tokenizer, self.loader = model, tokenizer, loader
         self.memory, self.auxiliary, self.rotation = memory, auxiliary, rotation
-
-    def ensure_possible(self, prompt: Prompt) -> None:  # noqa: B027  # others can all
-        """Raise `UnsupportedModelError` if chunks cannot be used as a prompt's policy wants."""
 
     def fill(self, prompts: Sequence[Prompt]) -> Context:
         """Bring the contexts of a batch, of one or more prompts whose requests are alike.
@@ -350,7 +346,7 @@ class Filler(ABC):
     def _scoring(
         self, policy: ReusePolicy, question: str, chunks: Sequence[ContextChunk]
     ) -> ChunkScores | None:
-        if not policy.needs_scorer or not chunks:
+        if "relevance" not in policy.reads or not chunks:
             return None
         scorer = policy.auxiliary or self.auxiliary
         if scorer is None:

@@ -123,14 +123,12 @@ class _Choice:
     """What becomes of the context of a prompt.
 
     Attributes:
-        policy: The one that chose.
         tiers: Per chunk the tier it would be loaded from, or "".
         prefilled: Per chunk whether it is computed by itself first; None if nothing is reused.
         selected: `(context_tokens,)` bool, tokens computed again; None for none.
         seconds: That choosing these took.
     """
 
-    policy: ReusePolicy
     tiers: tuple[str, ...]
     prefilled: tuple[bool, ...] | None
     selected: Tensor | None = None
@@ -140,8 +138,7 @@ class _Choice:
 def explained(runner: Runner, asked: Request, request: Request) -> Explained:
     """Explain a request; `asked` has the chunks as the caller named them, one by one."""
     prompt = runner.prompt(request, 0, "")
-    order = request.policy.arranged(asked.scores[0]).order
-    members = tuple(asked.rounds[0][index] for index in order)
+    members = asked.rounds[0]
     brought = members[: len(members) - len(prompt.fresh)]
     if runner.loader is not None:
         brought = tuple(map(runner.loader.known, brought))
@@ -156,7 +153,7 @@ def explained(runner: Runner, asked: Request, request: Request) -> Explained:
     named = zip(prompt.chunks, brought, strict=not joint)
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
-    states, places = _states(held, choice, joint=joint), _positions(held, choice)
+    states, places = _states(held, choice, joint=joint), _positions(held, request.policy, choice)
     pieces = _texts(runner, asked, members)
     found = choice.tiers * len(members) if joint else choice.tiers
     tiers = ("", *found, *[""] * len(prompt.fresh), "")
@@ -171,8 +168,8 @@ def explained(runner: Runner, asked: Request, request: Request) -> Explained:
             ExplainedSpan(span.kind, span.start, span.stop, tier)
             for span, tier in zip(shape.spans, tiers, strict=True)
         ),
-        policy=repr(request.policy if request.policy.computes_chunks else choice.policy),
-        positions=choice.policy.positions,
+        policy=repr(request.policy),
+        positions=request.policy.positions,
         gate=request.gate,
         prefix_tokens=len(prefix),
         reused_tokens=chunk_tokens - prefilled,
@@ -187,24 +184,22 @@ def explained(runner: Runner, asked: Request, request: Request) -> Explained:
 
 
 def _choice(runner: Runner, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
-    policy = prompt.policy
-    if runner.is_choosy:
-        runner.ensure_capturable(prompt)
+    runner.ensure_possible(prompt)
     if runner.filler is None or runner.is_full(prompt):
-        return _Choice(policy, ("",) * len(chunks), None)
+        return _Choice(("",) * len(chunks), None)
     tiers = runner.filler.loader.of(chunks).tiers(chunks)
     firsts = [
         chunk.key not in {earlier.key for earlier in chunks[:at]} for at, chunk in enumerate(chunks)
     ]
     prefilled = tuple(first and not tier for first, tier in zip(firsts, tiers, strict=True))
-    if policy.is_reuse:
-        return _Choice(policy, tiers, prefilled)
+    if prompt.policy.is_reuse:
+        return _Choice(tiers, prefilled)
     try:
         row = runner.filler.choose(replace(prompt, chunks=chunks))
     except BaseException:
         runner.memory.forget()  # as when an answer fails
         raise
-    return _Choice(row.policy, tiers, prefilled, row.selected, row.choosing)
+    return _Choice(tiers, prefilled, row.selected, row.choosing)
 
 
 def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[TokenState]:
@@ -221,9 +216,9 @@ def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[Toke
     return states + ["computed"] * (shape.tokens - shape.context_tokens)
 
 
-def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
+def _positions(shape: StitchedPrompt, policy: ReusePolicy, choice: _Choice) -> list[int]:
     """Where keys stand, as `placed` and `recompute` have it."""
-    places, policy = list(range(shape.tokens)), choice.policy
+    places = list(range(shape.tokens))
     if choice.prefilled is None or policy.positions == "reordered":
         return places
     spans, behind = shape.spans[:-1], shape.spans[0].stop

@@ -124,7 +124,7 @@ class BoundGate:
         if self.stale:
             return self.stale
         auxiliary = ""
-        if policy.needs_scorer:
+        if "relevance" in policy.reads:
             auxiliary = scorer_name(policy.auxiliary or self.auxiliary)
         return self.verdict.objection(policy_key(policy), self.gate.threshold, auxiliary)
 

@@ -70,8 +70,7 @@ class Combinations:
         """
         self._look()
         rounds = tuple(map(self.joined, request.rounds))
-        scores = tuple((0.0,) * len(chunks) for chunks in rounds)
-        return replace(request, rounds=rounds, scores=scores)
+        return replace(request, rounds=rounds)
 
     def joined(self, chunks: Sequence[ContextChunk]) -> tuple[ContextChunk, ...]:
         """Chunks as one combination; none or a single one stays what it is."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.models.adapters import hidden_size, trained_for_blocks
-from kvcache_rag.policies import FullRecompute
+from kvcache_rag.policies.checks import why_not
 from kvcache_rag.policies.default import default_policy, reuse_warning
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.generation.gate import BoundGate
     from kvcache_rag.generation.request import Request
+    from kvcache_rag.models.language import Abilities
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -32,9 +33,7 @@ class PolicyGuard:
         trained: Whether the model was trained for blocks.
         is_default: Whether nobody insists on the policy: it follows the adapters, and yields to
             full prefill on a model that is refused.
-        refusal: Why chunks of the model cannot be stitched, "" if they can.
-        alone: Chunks of a prompt that stay where they were, which even a refused model reuses: 1,
-            or 0 if it keeps nothing.
+        abilities: The model's.
         gate: Lets policies through; None for all.
         compares: Whether policies are compared, and so each asked for on purpose.
         warned: What was said already, by all engines made of one.
@@ -43,45 +42,51 @@ class PolicyGuard:
     policy: ReusePolicy
     trained: bool
     is_default: bool
-    refusal: str
-    alone: int = 1
+    abilities: Abilities
     gate: BoundGate | None = None
     compares: bool = False
     warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: Any, given: ReusePolicy | None, refusal: str) -> PolicyGuard:
+    def of(cls, model: Any, given: ReusePolicy | None, abilities: Abilities) -> PolicyGuard:
         """What decides for a model whose adapters are as they are now.
 
         Args:
             model: As transformers or PEFT has it.
             given: The policy that was asked for, or None.
-            refusal: See above.
+            abilities: The model's.
         """
         trained = trained_for_blocks(model)
-        policy = given or _default(model, trained, refusal)
-        return cls(policy, trained, given is None, refusal)
+        policy = given or _default(model, trained, abilities)
+        return cls(policy, trained, given is None, abilities)
+
+    @property
+    def refusal(self) -> str:
+        """Why chunks of the model cannot be stitched, "" if they can."""
+        return self.abilities.cannot_stitch
 
     def rebound(self, model: Any, prefiller: Prefiller | None, renderer: PromptRenderer) -> Self:
         """The same after weights, adapters or the tokenizer may have changed."""
         trained = trained_for_blocks(model)
-        policy = _default(model, trained, self.refusal) if self.is_default else self.policy
+        policy = _default(model, trained, self.abilities) if self.is_default else self.policy
         gate = self.gate
         if gate is not None and prefiller is not None:
             gate = gate.rebound(prefiller, renderer)
         return replace(self, policy=policy, trained=trained, gate=gate)
 
-    def yields(self, policy: ReusePolicy) -> bool:
-        """Whether full prefill answers instead of a policy where chunks would have to move."""
-        return bool(self.refusal) and self.is_default and policy is self.policy
+    def yields(self, policy: ReusePolicy, chunks: int) -> bool:
+        """Whether full prefill answers instead of a policy that would bring so many chunks."""
+        is_own = self.is_default and policy is self.policy
+        return is_own and bool(why_not(policy, self.abilities, chunks))
 
     def why_useless(self, policy: ReusePolicy) -> str:
         """Why storing chunks is of no use to answers by a policy, "" if it is of use."""
-        return self.refusal if policy.moves_chunks or not self.alone else ""
+        is_of_use = not (policy.is_full or policy.joint or why_not(policy, self.abilities))
+        return "" if is_of_use else self.refusal
 
     def reuses(self, policy: ReusePolicy, chunks: int) -> bool:
         """Whether an answer that brings so many chunks uses any that are stored."""
-        if policy.is_full or (self.yields(policy) and chunks > self.alone):
+        if policy.is_full or self.yields(policy, chunks):
             return False
         return self.gate is None or not self.gate.objection(policy)
 
@@ -97,11 +102,10 @@ class PolicyGuard:
 
     def admitted(self, request: Request) -> Request:
         """The request as it is answered, where chunks cannot be moved."""
-        brought = (request.policy.arranged(scores).brought for scores in request.scores)
-        must_move = any(len(one) > self.alone for one in brought)
-        if must_move and self.yields(request.policy):
+        brought = [len(one) - new for one, new in zip(request.rounds, request.fresh, strict=True)]
+        if any(self.yields(request.policy, chunks) for chunks in brought):
             self.warn_refused()
-            return replace(request, policy=FullRecompute())
+            return request.by_full_prefill()
         return request
 
     def warn_refused(self) -> None:
@@ -129,7 +133,8 @@ def _caller() -> int:
     return level
 
 
-def _default(model: Any, trained: bool, refusal: str) -> ReusePolicy:
+def _default(model: Any, trained: bool, abilities: Abilities) -> ReusePolicy:
     """What a model is answered by that nobody says anything about."""
     # Where chunks cannot be moved, the few are read, whose first one stays where it was.
-    return default_policy(trained=trained, width=0 if refusal else hidden_size(model.config))
+    width = 0 if abilities.cannot_stitch else hidden_size(model.config)
+    return default_policy(trained=trained, width=width)

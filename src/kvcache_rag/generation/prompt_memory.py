@@ -119,7 +119,7 @@ class PromptMemory:
             ids: Whose these are, from 0 on.
         """
         if self.limit != 0 and self._kept:
-            is_whole = self._model.recurrent is not None
+            is_whole = self._model.abilities.continues == "at its end"
             self._kept[-1] = KeptPrompt(self._kept[-1].buffer, beginning, tuple(ids), is_whole)
 
     def left(self, beginning: Beginning) -> list[KeptPrompt]:

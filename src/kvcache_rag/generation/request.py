@@ -22,6 +22,7 @@ from kvcache_rag.generation.grammar import is_held
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.policies.base import Plan
 from kvcache_rag.policies.named import no_policy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prefill import ContextChunk
@@ -83,8 +84,8 @@ class Request:
         question: As the caller wrote it.
         query: Ids of history, question and generation prompt (of the first round).
         history: Earlier turns.
-        rounds: Chunks per prompt, as they were given; more than one with `overflow="refine"`.
-        scores: Of each of these, higher is better.
+        rounds: Chunks per prompt, in prompt order; more than one with `overflow="refine"`.
+        fresh: How many of the last of each are computed together with the query.
         dropped_chunks: Chunks left out because they do not fit.
         policy: What to reuse.
         max_new_tokens: Of the answer.
@@ -106,7 +107,7 @@ class Request:
     query: tuple[int, ...]
     history: tuple[Message | Mapping[str, Any], ...]
     rounds: tuple[tuple[ContextChunk, ...], ...]
-    scores: tuple[tuple[float, ...], ...]
+    fresh: tuple[int, ...]
     dropped_chunks: int
     policy: ReusePolicy
     max_new_tokens: int
@@ -121,6 +122,10 @@ class Request:
     references: int = 0
     answer_tokens: int = 0
     unused_chunks: int = 0
+
+    def by_full_prefill(self) -> Request:
+        """The same, with everything computed."""
+        return replace(self, policy=FullRecompute(), fresh=(0,) * len(self.rounds))
 
 
 class OtherLengthsError(Exception):
@@ -263,19 +268,21 @@ class Planner:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
         retrieved = retrieved_chunks(asked or question, given, scores)
-        chosen = policy.chosen(retrieved)
-        if overflow == "refine" and (tools or not question.strip() or chosen is not None):
+        plan = policy.plan(retrieved)
+        chooses = plan.others is not None
+        if overflow == "refine" and (tools or not question.strip() or chooses):
             overflow = "drop_lowest"
         query = self.renderer.query_ids(question, turns, None, arguments)
         room = window - len(self.renderer.prefix_ids) - max_new_tokens
         too_long = 0
-        if chosen is not None and overflow == "drop_lowest":
-            context, too_long = self._first_that_fit(given, chosen, retrieved, room - len(query))
+        if chooses and overflow == "drop_lowest":
+            context, too_long = self._first_that_fit(given, plan, room - len(query))
         else:
             any_length = is_longer or overflow == "drop_lowest"
-            context = self.chunks(given, any_length=any_length, only=chosen)
+            only = plan.order if chooses else None
+            context = self.chunks(given, any_length=any_length, only=only)
         # Those that were chosen stand best first now.
-        ranks = ranking(retrieved.scores if chosen is None else None, len(context))
+        ranks = ranking(None if chooses else retrieved.scores, len(context))
         if sum(map(len, context)) > room - len(query):
             # What a row says of a length is a hint: before anything is left out, its text counts.
             context = list(map(self._measured, context))
@@ -293,12 +300,17 @@ class Planner:
             scores=ranks,
             beyond=beyond,
         )
+        parts = [[context[index] for index in indices] for indices in rounds]
+        plans = [_again(policy, plan, retrieved, part) for part in parts]
         return Request(
             question=question,
             query=query,
             history=tuple(turns),
-            rounds=tuple(tuple(map(context.__getitem__, indices)) for indices in rounds),
-            scores=tuple(tuple(map(ranks.__getitem__, indices)) for indices in rounds),
+            rounds=tuple(
+                tuple(map(part.__getitem__, one.order))
+                for part, one in zip(parts, plans, strict=True)
+            ),
+            fresh=tuple(one.fresh for one in plans),
             dropped_chunks=too_long + len(context) - sum(map(len, rounds)),
             policy=policy,
             max_new_tokens=max_new_tokens,
@@ -349,7 +361,7 @@ class Planner:
             query=ids,
             history=(),
             rounds=((),),
-            scores=((),),
+            fresh=(0,),
             dropped_chunks=0,
             policy=FullRecompute(),
             max_new_tokens=max_new_tokens,
@@ -393,8 +405,7 @@ class Planner:
     def _first_that_fit(
         self,
         given: Sequence[ChunkInput],
-        chosen: Sequence[int],
-        retrieved: Retrieved,
+        plan: Plan,
         room: int,
     ) -> tuple[list[ContextChunk], int]:
         """As many chunks as were chosen, in place of one that does not fit the next best.
@@ -405,11 +416,10 @@ class Planner:
         Raises:
             ContextTooLongError: If none fits.
         """
-        others = [index for index in retrieved.ranked() if index not in chosen]
         taken: list[ContextChunk] = []
         too_long: list[ContextChunk] = []
-        for index in (*chosen, *others):
-            if len(taken) == len(chosen) or room < 0:
+        for index in (*plan.order, *(plan.others or ())):
+            if len(taken) == len(plan.order) or room < 0:
                 self._parts(given[index], index)
                 continue
             chunk, left = self.chunk(given[index], index), room - sum(map(len, taken))
@@ -500,6 +510,16 @@ class Planner:
             f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
             "namespace; pass its text, or add it again with this engine"
         )
+
+
+def _again(
+    policy: ReusePolicy, plan: Plan, retrieved: Retrieved, chunks: Sequence[ContextChunk]
+) -> Plan:
+    """The plan of those of the chunks that are in one prompt, by their numbers there."""
+    if plan.others is None:
+        return policy.plan(retrieved.only([chunk.place for chunk in chunks]))
+    # They were chosen, or took the place of one that was: as many are brought.
+    return Plan(tuple(range(len(chunks))), max(0, len(chunks) - len(plan.brought)))
 
 
 def _asks(turns: Sequence[Mapping[str, Any]]) -> bool:

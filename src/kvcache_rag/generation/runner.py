@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvcache_rag.errors import refuse
 from kvcache_rag.generation.context import (
     Context,
     ContextRow,
@@ -25,8 +26,9 @@ from kvcache_rag.generation.text_decoder import TextDecoder
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
 from kvcache_rag.models.language import StoppedError
+from kvcache_rag.policies.checks import why_not
 from kvcache_rag.stitching.loader import LoadedContext
-from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
+from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
     import threading
@@ -52,7 +54,6 @@ class Runner:
     Attributes:
         memory: Of prompts.
         filler: Brings their contexts; None for a model that keeps no keys and values.
-        is_choosy: Whether there are chunks and policies that the model cannot answer by.
         watch: Is told when what was done; None while nobody wants to know.
     """
 
@@ -85,7 +86,6 @@ class Runner:
         self.loader, self.window, self.longest = loader, window, longest
         self.auxiliary, self.rotation = auxiliary, rotation
         self.memory = memory or PromptMemory(model)
-        self.is_choosy = loader is None or model.measured.by_place or model.has_cells
         self.watch: AnswerWatch | None = None
         self.filler: Filler | None = None
         if loader is not None:
@@ -162,16 +162,9 @@ class Runner:
 
     def prompt(self, request: Request, number: int, answer: str) -> Prompt:
         """The prompt of round `number`, given the answer so far."""
-        return self._arranged(request, number, self._query(request, number, answer))
-
-    def _arranged(self, request: Request, number: int, query: tuple[int, ...]) -> Prompt:
-        """The prompt of round `number`, its chunks as the policy wants them."""
-        given, policy = request.rounds[number], request.policy
-        wanted = policy.arranged(request.scores[number])
-        chunks = tuple(map(given.__getitem__, wanted.order))
-        if not wanted.fresh:
-            return Prompt(chunks, query, request)
-        cached = len(chunks) - wanted.fresh
+        query = self._query(request, number, answer)
+        chunks = request.rounds[number]
+        cached = len(chunks) - request.fresh[number]
         fresh = tuple(map(self._written, chunks[cached:]))
         behind = tuple(token for chunk in fresh for token in chunk.ids)
         return Prompt(chunks[:cached], (*behind, *query), request, fresh)
@@ -208,22 +201,9 @@ class Runner:
         context = len(self.renderer.prefix_ids) + sum(map(len, prompt.chunks))
         return not context or prompt.policy.is_full
 
-    def ensure_capturable(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedModelError` if chunks shall be reused as the model cannot have them.
-
-        It keeps no keys and values, or counts places and chunks are to overlap in position, or what
-        runs it cannot do what the policy wants.
-        """
-        if prompt.chunks and not self.is_full(prompt):
-            _ = self.model.measured
-            policy = prompt.policy
-            if not keeps_places(policy.positions):
-                self.model.ensure_takes_positions(
-                    f"chunks cannot overlap in position as {policy!r} wants them; use Reuse(), or "
-                    'positions="reordered" in a policy that takes it'
-                )
-            if self.filler is not None:
-                self.filler.ensure_possible(prompt)
+    def ensure_possible(self, prompt: Prompt) -> None:
+        """Raise `UnsupportedModelError` if the model cannot use chunks as their policy wants."""
+        refuse(why_not(prompt.policy, self.model.abilities, len(prompt.chunks)))
 
     def answers(
         self,
@@ -296,9 +276,8 @@ class Runner:
 
     def _brought(self, prompts: Sequence[Prompt]) -> Context:
         if not all(map(self.is_full, prompts)):
-            if self.is_choosy:
-                for prompt in prompts:
-                    self.ensure_capturable(prompt)
+            for prompt in prompts:
+                self.ensure_possible(prompt)
             if self.filler is not None:
                 return self.filler.fill(prompts)
         rows = [self._plain(prompt) for prompt in prompts]
@@ -416,7 +395,6 @@ class Runner:
             "gate": request.gate,
             "references": request.references,
             **context.costs(row),
-            **({"policy": repr(request.policy)} if request.policy.computes_chunks else {}),
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
@@ -430,7 +408,7 @@ def _unsaid(request: Request) -> Answer:
 
 def _filler_of(model: LanguageModel) -> type[Filler]:
     """Who brings contexts for a model; what the other one needs loads much."""
-    if model.has_cells:
+    if model.abilities.memory == "own":
         from kvcache_rag.generation.cells import CellsFiller
 
         return CellsFiller

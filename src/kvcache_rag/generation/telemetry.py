@@ -56,7 +56,7 @@ def opened(model: LanguageModel, store: ChunkStore, rotation: str) -> None:
         LOG.info(
             "opened %s (%s, %s on %s) over the tier %s: rotation=%r, %s",
             *(name_of(model.model), model.config.model_type, model.dtype, model.device, store.tier),
-            *(rotation, model.why_refused or ", ".join(sorted(rotations))),
+            *(rotation, model.abilities.cannot_stitch or ", ".join(sorted(rotations))),
         )
 
 

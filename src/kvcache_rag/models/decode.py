@@ -121,7 +121,7 @@ def decodes(
         and not config.do_sample
         and rest.keys() <= {"logits_processor"}
         and (
-            model.has_cells
+            model.abilities.memory == "own"
             or isinstance(cache, RecurrentCache)
             or (model.takes_positions and _is_stock(model.model))
         )

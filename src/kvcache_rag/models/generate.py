@@ -417,7 +417,8 @@ def _settle(model: LanguageModel, ids: Tensor, cache: Any, beams: int) -> None:
     Several columns behind a state are our passes' affair, and beams share what is computed before.
     """
     held, stop = cache.get_seq_length(), ids.shape[1] - 1
-    if held < stop and (model.recurrent is not None or (model.has_cells and beams > 1)):
+    is_own = model.abilities.memory == "own"
+    if held < stop and (model.recurrent is not None or (is_own and beams > 1)):
         with torch.inference_mode():
             model.forward(ids[:, held:stop], cache, torch.arange(held, stop), keep=1)
     if beams > 1:

@@ -37,7 +37,7 @@ from kvcache_rag.models.cache import (
     remember,
 )
 from kvcache_rag.models.drafts import ROW_COST
-from kvcache_rag.models.language import LanguageModel, StoppedError
+from kvcache_rag.models.language import Abilities, LanguageModel, StoppedError
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
 from kvcache_rag.models.states import (
@@ -225,27 +225,46 @@ class TransformersModel(LanguageModel):
                 "tokenizer.add_tokens call model.resize_token_embeddings(len(tokenizer))"
             )
 
-    def ensure_recomputable(self) -> None:
-        """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
+    @property
+    def abilities(self) -> Abilities:
+        common, recurrent = super().abilities, self.recurrent
+        if self.layout is None:
+            return common
+        common = replace(common, cannot_choose=self._why_no_choice)
+        if recurrent is None:
+            return common
+        return replace(
+            common,
+            cannot_weigh=f"{self.config.model_type}: layer {recurrent.layers[0]} is recurrent, and "
+            "chunks can be weighed in attention alone; use another policy",
+            recompute="heads",
+            batch=False,
+            continues="at its end",  # a state is that behind the last token
+        )
+
+    @property
+    def _why_no_choice(self) -> str:
+        """Why single tokens cannot be computed again; "" if they can."""
         if self.recurrent is not None:
             name, layer = self.config.model_type, self.recurrent.layers[0]
-            raise UnsupportedModelError(
+            return (
                 f"{name}: layer {layer} is recurrent, so single tokens cannot be computed again, "
                 "as what follows in their chunk depends on them; "
                 "use BestFew(), Reuse(), BestLast(), Combination(), FullRecompute(), or "
                 "LegoLink(n) as the policy of the engine, which then cuts chunks behind n tokens"
             )
         if not self.takes_positions and not self.measured.by_place:
-            raise UnsupportedModelError(
+            return (
                 "this model cannot be told where a token stands, so single tokens cannot be "
                 "computed again; use Reuse() or Combination()"
             )
         attention = str(getattr(self.config, "_attn_implementation", ""))
         if "flash" in attention or "flex" in attention:
-            raise UnsupportedModelError(
+            return (
                 f"attention by {attention} takes no mask of its own for each token; load the model "
                 'with attn_implementation="sdpa" to compute tokens again'
             )
+        return ""
 
     def spec(self) -> dict[str, Any]:
         """Everything about the model that the tensors of a chunk depend on, as plain values."""

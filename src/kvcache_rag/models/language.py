@@ -6,7 +6,8 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.forks import new_lock, new_rlock
@@ -37,6 +38,44 @@ class StoppedError(Exception):
     """A pass ended as nobody wants it any more (`LanguageModel.heeding`)."""
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """What a model can do beside a full prefill.
+
+    What it cannot is said: why, and but for the first three what to do instead; "" if it can.
+
+    Attributes:
+        cannot_capture: Why no chunk of it can be kept.
+        cannot_move: Why chunks stay where they were computed.
+        cannot_overlap: Why chunks cannot overlap in position.
+        cannot_choose: Why single tokens of chunks cannot be computed again.
+        cannot_observe: Why nobody sees what they would be chosen by inside the model.
+        cannot_weigh: Why attention to chunks cannot be scaled.
+        recompute: What of a chunk that was brought can be computed again: "tokens", at once with
+            the query; "heads" alone, chunk by chunk and without it; "runs", while it is brought.
+        batch: Whether several prompts run in one padded pass.
+        continues: From where in one of the last prompts another one can go on.
+        memory: Where contexts lie: in a buffer of ours, or in memory of the model's own, where
+            chunks are computed, too.
+    """
+
+    cannot_capture: str = ""
+    cannot_move: str = ""
+    cannot_overlap: str = ""
+    cannot_choose: str = ""
+    cannot_observe: str = ""
+    cannot_weigh: str = ""
+    recompute: Literal["tokens", "heads", "runs"] = "tokens"
+    batch: bool = True
+    continues: Literal["anywhere", "at its end"] = "anywhere"
+    memory: Literal["ours", "own"] = "ours"
+
+    @property
+    def cannot_stitch(self) -> str:
+        """Why several chunks cannot be put together; "" if they can."""
+        return self.cannot_capture or self.cannot_move
+
+
 class LanguageModel(ABC):
     """A model whose chunks can be computed apart, placed, and continued.
 
@@ -50,7 +89,6 @@ class LanguageModel(ABC):
         device: Where inputs go.
         dtype: Of its keys and values.
         takes_positions: Whether its forward pass can be told positions.
-        has_cells: Whether contexts lie in memory of its own (`models/llamacpp`), not in a buffer.
     """
 
     model: Any
@@ -61,7 +99,6 @@ class LanguageModel(ABC):
     device: torch.device
     dtype: torch.dtype
     takes_positions: bool
-    has_cells: bool = False
     # Whether a question is being answered by the thread that holds the model: the number of the
     # process, as a forked child has another model.
     _answering: int = 0
@@ -153,7 +190,7 @@ class LanguageModel(ABC):
 
     def ensure_prefills(self) -> None:
         """The same where chunks are computed in the memory of the answer."""
-        if self.has_cells:
+        if self.abilities.memory == "own":
             self.ensure_idle()
 
     @contextmanager
@@ -245,9 +282,19 @@ class LanguageModel(ABC):
         return self.layout
 
     @property
-    def why_refused(self) -> str:
-        """Why its chunks cannot be stitched; "" if they can."""
-        return self.refusal if self.layout is None else self.layout.immovable
+    def abilities(self) -> Abilities:
+        """What it can do, as it is now."""
+        if self.layout is None:
+            return Abilities(cannot_capture=self.refusal)
+        return Abilities(cannot_move=self.layout.immovable, cannot_overlap=self._why_by_place)
+
+    @property
+    def _why_by_place(self) -> str:
+        """Why tokens can stand nowhere but at their places; "" if they can."""
+        if not self.measured.by_place:
+            return ""
+        biased = " (ALiBi)" if self.recurrent is None else ""
+        return f"{self.config.model_type}: attention counts a token's place in the prompt{biased}"
 
     @property
     @abstractmethod
@@ -257,10 +304,6 @@ class LanguageModel(ABC):
     @abstractmethod
     def ensure_embedded(self, ids: Tensor) -> None:
         """Raise `InvalidInputError` if the model has no embedding of one of these ids."""
-
-    @abstractmethod
-    def ensure_recomputable(self) -> None:
-        """Raise `UnsupportedModelError` if tokens cannot be chosen and computed again singly."""
 
     def ensure_attends_only(self, so: str) -> None:
         """Raise `UnsupportedModelError` if some layers are recurrent.
@@ -280,8 +323,5 @@ class LanguageModel(ABC):
         Args:
             so: What follows from it and what to do instead, the second half of the sentence.
         """
-        if self.measured.by_place:
-            name, biased = self.config.model_type, " (ALiBi)" if self.recurrent is None else ""
-            raise UnsupportedModelError(
-                f"{name}: attention counts a token's place in the prompt{biased}, so {so}"
-            )
+        if self._why_by_place:
+            raise UnsupportedModelError(f"{self._why_by_place}, so {so}")

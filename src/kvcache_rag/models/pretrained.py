@@ -189,7 +189,7 @@ def language_model(
         UnsupportedModelError: If it is spread over several devices, or partly on none.
         InvalidInputError: As for `TransformersModel`.
     """
-    if is_llama(model):
+    if _is_llama(model):
         from kvcache_rag.models.llamacpp.model import LlamaCppModel
 
         return LlamaCppModel(model, window=window)
@@ -198,9 +198,45 @@ def language_model(
     return TransformersModel(model, packed_attention=packed_attention, window=window)
 
 
-def is_llama(model: Any) -> bool:
-    """Whether llama.cpp has loaded a model."""
+def _is_llama(model: Any) -> bool:
     return getattr(model, "llama", None) is not None
+
+
+def fitted(
+    model: Any, adapter: str | None, weight_format: WeightFormat, backend: Backend
+) -> tuple[Any, PromptTemplate | None]:
+    """A loaded model with adapter and weights as they are asked for, and the adapter's template.
+
+    Raises:
+        InvalidInputError: If a model that is loaded cannot be given that any more.
+    """
+    is_plain = adapter in (None, NO_ADAPTER)
+    if _is_llama(model):
+        from kvcache_rag.models.llamacpp.loading import check_format
+
+        check_format(weight_format)
+        if not is_plain:
+            raise InvalidInputError(
+                "llama.cpp takes an adapter while it loads a model, and a loaded one was "
+                "given; name its file, and the adapter"
+            )
+        return model, None
+    if backend == "llama.cpp":
+        raise InvalidInputError(
+            'backend="llama.cpp" loads a GGUF file, and a loaded model of transformers was '
+            "given; name the file, or leave backend out"
+        )
+    if adapter is None or is_plain:
+        if weight_format != "auto":
+            pack_weights(model, weight_format)
+        return model, None
+    if weight_format not in ("auto", "plain"):
+        raise InvalidInputError(
+            "adapter= of a loaded model can be switched, which needs weights as they are; "
+            "leave weight_format out, or name the model and its adapter"
+        )
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    return with_adapter(model, adapter, name), adapter_template(adapter)
 
 
 def note_name(model: Any, name: str) -> None:

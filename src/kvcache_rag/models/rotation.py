@@ -173,10 +173,7 @@ class ModelLayout:
     def ensure_movable(self) -> None:
         """Raise `UnsupportedModelError` if keys cannot be moved to another position."""
         if self.immovable:
-            raise UnsupportedModelError(
-                f"{self.immovable}; use Combination(), which computes a prompt's chunks together, "
-                "or FullRecompute()"
-            )
+            raise UnsupportedModelError(self.immovable)
 
 
 class KeysAndValues(Protocol):

@@ -7,19 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.base import AttentionScaling, ReusePolicy
+from kvcache_rag.policies.base import AttentionScaling, PlainReuse
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 @dataclass(frozen=True)
-class Ape(ReusePolicy):
+class Ape(PlainReuse):
     """Adaptive parallel encoding (APE, arXiv 2502.05431, section 4): nothing is computed again.
 
     All chunks stand right behind the prefix, the query behind the longest of them.  Query and
@@ -55,14 +51,3 @@ class Ape(ReusePolicy):
         # The one way to set a field of a frozen dataclass.
         scaling = AttentionScaling(float(self.temperature), float(self.scale))
         object.__setattr__(self, "scaling", scaling)
-
-    @property
-    def is_reuse(self) -> bool:
-        """Nothing is computed again."""
-        return True
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """No token."""
-        from kvcache_rag.policies.selection import nothing  # loads torch
-
-        return nothing(prompt)

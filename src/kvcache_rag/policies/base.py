@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
-from kvcache_rag.errors import NamedArguments
-from kvcache_rag.prompt.scores import ranking
+from kvcache_rag.errors import InvalidInputError, NamedArguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +35,10 @@ class Scorer(Protocol):
             Per chunk `(characters,)` float32 on the CPU; larger matters more.  An attribute
             `misses` says how many chunks had to be prefilled first (`Metrics.auxiliary_misses`).
         """
+
+
+Signal: TypeAlias = Literal["deviation", "relevance", "attention"]
+"""What `Signals` can tell, by the names of its methods."""
 
 
 class Signals(Protocol):
@@ -81,21 +84,24 @@ class AttentionScaling:
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """How the chunks of a prompt stand, and what becomes of the last ones.
+class Plan:
+    """Which chunks are answered from, how they stand, and what becomes of the last ones.
 
     Attributes:
         order: Numbers of the chunks as they were given, in prompt order.
-        fresh: How many of the last are computed together with the query, behind the others, which
-            are reused as they are.  They need not be cached.
+        fresh: How many of the last are computed together with the query, behind the others.  They
+            need not be cached.
+        others: Numbers of those that are left out, in the order in which they take the place of
+            one that does not fit; None where all are answered from that fit.
     """
 
     order: tuple[int, ...]
     fresh: int = 0
+    others: tuple[int, ...] | None = None
 
     @property
     def brought(self) -> tuple[int, ...]:
-        """Numbers of the others, in prompt order."""
+        """Numbers of those whose keys and values are brought, in prompt order."""
         return self.order[: len(self.order) - self.fresh]
 
 
@@ -105,14 +111,9 @@ class ReusePolicy(NamedArguments, ABC):
     Attributes:
         positions: Where the chunks stand.
         joint: Whether the chunks of a prompt are computed and stored together, as one.
-        computes_chunks: Whether it has whole chunks computed with the query (`arranged`) and
-            nothing else again.
-        moves_chunks: Whether stored chunks may have to stand elsewhere than behind the prefix.
-        chooses_tokens: Whether it chooses single tokens, which recurrent layers do not compute
-            again.
         adjacent_query: Whether the query stands right behind the highest position of a chunk
             instead of behind as many positions as there are tokens (they differ when composite).
-        needs_scorer: Whether `select` reads `signals.relevance()`.
+        reads: The signals that `select` chooses single tokens by.
         auxiliary: The scorer, None for the engine's own.
         scaling: How the query weighs the chunks; None is plain attention.
         head: First tokens of chunks that it computes again, behind which chunks of models with
@@ -121,11 +122,8 @@ class ReusePolicy(NamedArguments, ABC):
 
     positions: PositionScheme = "reordered"
     joint: ClassVar[bool] = False
-    computes_chunks: ClassVar[bool] = False
-    moves_chunks: ClassVar[bool] = True
-    chooses_tokens: ClassVar[bool] = False
     adjacent_query: bool = False
-    needs_scorer: bool = False
+    reads: tuple[Signal, ...] = ()
     auxiliary: Scorer | None = None
     scaling: AttentionScaling | None = None
     head: int = 0
@@ -138,32 +136,23 @@ class ReusePolicy(NamedArguments, ABC):
 
     @property
     def is_reuse(self) -> bool:
-        """Whether nothing is computed again, whatever the prompt."""
+        """Whether nothing that is brought is computed again, whatever the prompt."""
         return False
 
-    def chosen(self, retrieved: Retrieved) -> tuple[int, ...] | None:
-        """Which chunks are answered from, in prompt order, the best first.
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("chosen", "arranged"):
+            if name in vars(cls):
+                raise InvalidInputError(
+                    f"{cls.__name__}.{name}() is asked no more; say what it said in plan(retrieved)"
+                )
 
-        Returns:
-            Numbers of the chunks as they were given; None: all are, as far as they fit.
+    def plan(self, retrieved: Retrieved) -> Plan:
+        """Which chunks are answered from, in which order, and which are computed with the query.
+
+        It is asked again for what fits the window, and can be for scores that are known later.
         """
-        return None
-
-    def arranged(self, scores: Sequence[float]) -> Arrangement:
-        """In which order the chunks stand, and which of them are computed with the query.
-
-        Args:
-            scores: Of each chunk that is answered from; higher is better.
-        """
-        return Arrangement(tuple(range(len(scores))))
-
-    def brought(self, retrieved: Retrieved) -> tuple[int, ...]:
-        """Numbers of the chunks whose keys and values an answer needs, in prompt order."""
-        chosen = self.chosen(retrieved)
-        if chosen is None:
-            return self.arranged(ranking(retrieved.scores, len(retrieved))).brought
-        arranged = self.arranged(ranking(None, len(chosen)))
-        return tuple(chosen[index] for index in arranged.brought)
+        return Plan(tuple(range(len(retrieved))))
 
     @abstractmethod
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
@@ -176,6 +165,64 @@ class ReusePolicy(NamedArguments, ABC):
         Returns:
             `(context_tokens,)` bool.
         """
+
+
+class PlainReuse(ReusePolicy):
+    """Reuses what it brings as it is."""
+
+    @property
+    def is_reuse(self) -> bool:
+        """Always."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """No token."""
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        return nothing(prompt)
+
+
+class RatioPolicy(ReusePolicy):
+    """Computes a `ratio` of the tokens again: 0 is `Reuse()`, 1 a full prefill.
+
+    Attributes:
+        ratio: Part of the chunk tokens.
+        signal: What they are chosen by.
+    """
+
+    ratio: float
+    signal: ClassVar[Signal]
+
+    @property
+    def reads(self) -> tuple[Signal, ...]:  # type: ignore[override]  # follows the ratio
+        """Nothing, unless there is a choice."""
+        return (self.signal,) if 0 < self.ratio < 1 else ()
+
+    @property
+    def is_full(self) -> bool:
+        """At ratio 1."""
+        return self.ratio == 1
+
+    @property
+    def is_reuse(self) -> bool:
+        """At ratio 0."""
+        return self.ratio == 0
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """The tokens of highest score, of equal ones those that stand first."""
+        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
+
+        count, allowed = share(self.ratio, prompt), candidates(prompt)
+        if not count or not allowed.any():
+            return nothing(prompt)
+        if count >= int(allowed.sum()):
+            return allowed
+        return top(self.scores(signals), count, allowed)
+
+    def scores(self, signals: Signals) -> Tensor:
+        """What tokens are chosen by, `(context_tokens,)` float32."""
+        found: Tensor = getattr(signals, self.signal)()
+        return found
 
 
 def with_auxiliary(policy: ReusePolicy, auxiliary: Scorer) -> ReusePolicy:

@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from kvcache_rag.policies.base import Arrangement, ReusePolicy
+from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.checks import checked_count
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from kvcache_rag.policies.base import Signals
     from kvcache_rag.policies.relevance import Retrieved
-    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 MOST: Final = 3
@@ -30,7 +24,7 @@ little more than they are after rounding.
 
 
 @dataclass(frozen=True)
-class BestFew(ReusePolicy):
+class BestFew(PlainReuse):
     """Answer from the best few chunks, best first, exactly; the others are left out.
 
     One chunk behind the prefix saw all that it would see in a full prefill, so what is stored of it
@@ -46,29 +40,15 @@ class BestFew(ReusePolicy):
 
     name: ClassVar[str] = "bestfew"
     _forms = (Form("bestfew[:COUNT]", lambda words: BestFew(*words.numbers(int))),)
-    computes_chunks: ClassVar[bool] = True
-    moves_chunks: ClassVar[bool] = False
     count: int | None = None
 
     def __post_init__(self) -> None:
         if self.count is not None:
             checked_count("count", self.count)
 
-    def chosen(self, retrieved: Retrieved) -> tuple[int, ...]:
-        """The best, best first."""
-        ranked = retrieved.ranked()
-        if self.count is not None:
-            return ranked[: self.count]
-        relevance = retrieved.relevance
-        return tuple(one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR)
-
-    def arranged(self, scores: Sequence[float]) -> Arrangement:
-        """The best first, where it was prefilled; the others are computed behind it."""
-        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        return Arrangement(tuple(ranked), max(0, len(scores) - 1))
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """All chunks but the first: what computing them with the query has to equal."""
-        from kvcache_rag.policies.selection import candidates  # loads torch
-
-        return candidates(prompt)
+    def plan(self, retrieved: Retrieved) -> Plan:
+        """The best first, where it was prefilled; the others of the few are computed behind it."""
+        ranked, relevance = retrieved.ranked(), retrieved.relevance
+        few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR]
+        count = min(len(ranked), len(few) if self.count is None else self.count)
+        return Plan(ranked[:count], max(0, count - 1), ranked[count:])

@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcache_rag.policies.base import Arrangement, ReusePolicy
+from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
+from kvcache_rag.prompt.scores import ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies.relevance import Retrieved
 
 
 @dataclass(frozen=True)
-class BestLast(ReusePolicy):
+class BestLast(PlainReuse):
     """Put the retriever's best chunks last and compute them together with the question.
 
     The others stand before them in their order and are reused as they are.  What answers the
@@ -35,7 +31,6 @@ class BestLast(ReusePolicy):
 
     name: ClassVar[str] = "bestlast"
     _forms = (Form("bestlast[:SHARE]", lambda words: BestLast(*words.numbers(float))),)
-    computes_chunks: ClassVar[bool] = True
     share: float = 0.2
     positions: PositionScheme = "reordered"
 
@@ -43,25 +38,15 @@ class BestLast(ReusePolicy):
         checked_positions(self.positions)
         checked_ratio(self.share, "share", "the best chunk alone")
 
-    def arranged(self, scores: Sequence[float]) -> Arrangement:
+    def plan(self, retrieved: Retrieved) -> Plan:
         """The best last, the very best next to the question; of equal ones, the first is better.
 
         What stands first is as in a full prefill wherever it comes from, so it is never computed.
         """
-        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        count = self._count(len(scores))
+        chunks = len(retrieved)
+        scores = ranking(retrieved.scores, chunks)
+        ranked = sorted(range(chunks), key=lambda index: -scores[index])
+        count = max(1, round(self.share * chunks))
         best = ranked[:count][::-1]
-        others = [index for index in range(len(scores)) if index not in best]
-        return Arrangement((*others, *best), max(0, min(count, len(scores) - 1)))
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The last chunks, whole: what computing them with the query has to equal."""
-        from kvcache_rag.policies.selection import candidates, nothing  # loads torch
-
-        selected = nothing(prompt)
-        for chunk in prompt.chunks[-self._count(len(prompt.chunks)) :]:
-            selected[chunk.start : chunk.stop] = True
-        return selected & candidates(prompt)
-
-    def _count(self, chunks: int) -> int:
-        return max(1, round(self.share * chunks))
+        others = [index for index in range(chunks) if index not in best]
+        return Plan((*others, *best), max(0, min(count, chunks - 1)))

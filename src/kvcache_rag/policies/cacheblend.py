@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.base import RatioPolicy
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies.base import Signal, Signals
 
 
 @dataclass(frozen=True)
-class CacheBlend(ReusePolicy):
+class CacheBlend(RatioPolicy):
     """Compute the tokens with the largest deviation again (CacheBlend, arXiv 2405.16444, 4.3).
 
     The deviation of a token is the squared distance, in float32, of its value at one early layer
@@ -35,7 +34,7 @@ class CacheBlend(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheblend"
-    chooses_tokens: ClassVar[bool] = True
+    signal: ClassVar[Signal] = "deviation"
     _forms = (Form("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
     ratio: float = 0.15
     check_layer: int = 1
@@ -51,24 +50,6 @@ class CacheBlend(ReusePolicy):
                 "layer 0 do not depend on the context"
             )
 
-    @property
-    def is_full(self) -> bool:
-        """At ratio 1."""
-        return self.ratio == 1
-
-    @property
-    def is_reuse(self) -> bool:
-        """At ratio 0."""
-        return self.ratio == 0
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The tokens of largest deviation, of equal ones those that stand first."""
-        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
-
-        count = share(self.ratio, prompt)
-        allowed = candidates(prompt)
-        if not count or not allowed.any():
-            return nothing(prompt)
-        if count >= int(allowed.sum()):
-            return allowed
-        return top(signals.deviation(self.check_layer), count, allowed)
+    def scores(self, signals: Signals) -> Tensor:
+        """The deviation at its layer."""
+        return signals.deviation(self.check_layer)

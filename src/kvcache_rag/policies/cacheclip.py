@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.base import RatioPolicy, Scorer
 from kvcache_rag.policies.checks import checked_count, checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.base import Signal, Signals
     from kvcache_rag.policies.named import Words
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -23,7 +23,7 @@ RatioOf: TypeAlias = Literal["chosen", "recomputed"]
 
 
 @dataclass(frozen=True)
-class CacheClip(ReusePolicy):
+class CacheClip(RatioPolicy):
     """Compute the tokens again that matter for the question (CacheClip, arXiv 2510.10129, 3.2-3.3).
 
     A small auxiliary model reads the question behind cached chunks of its own, on the CPU while the
@@ -55,7 +55,7 @@ class CacheClip(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheclip"
-    chooses_tokens: ClassVar[bool] = True
+    signal: ClassVar[Signal] = "relevance"
     _forms = (
         Form("cacheclip[:RATIO[,THRESHOLD or mean[,recomputed]]]", lambda words: _written(words)),
     )
@@ -87,21 +87,6 @@ class CacheClip(ReusePolicy):
                 f"not {self.auxiliary!r}"
             )
 
-    @property
-    def needs_scorer(self) -> bool:  # type: ignore[override]  # follows the ratio
-        """Unless nothing or everything is computed again."""
-        return 0 < self.ratio < 1
-
-    @property
-    def is_full(self) -> bool:
-        """At ratio 1."""
-        return self.ratio == 1
-
-    @property
-    def is_reuse(self) -> bool:
-        """At ratio 0."""
-        return self.ratio == 0
-
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """Windows of which enough tokens are among those of highest score."""
         from kvcache_rag.policies.selection import (  # loads torch
@@ -120,7 +105,7 @@ class CacheClip(ReusePolicy):
             return nothing(prompt)
         if count == choosable:
             return allowed
-        scores = signals.relevance()
+        scores = self.scores(signals)
         if self.threshold is None:
             return top_windows(scores, count, allowed, prompt, self.window)
         if self.ratio_of == "recomputed":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.base import PlainReuse, ReusePolicy
 from kvcache_rag.policies.checks import checked_positions
 from kvcache_rag.policies.named import Form
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reuse(ReusePolicy):
+class Reuse(PlainReuse):
     """Reuse every chunk as it is; only the query is computed (TurboRAG, arXiv 2410.07590).
 
     Attributes:
@@ -35,17 +35,6 @@ class Reuse(ReusePolicy):
 
     def __post_init__(self) -> None:
         checked_positions(self.positions)
-
-    @property
-    def is_reuse(self) -> bool:
-        """Always."""
-        return True
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """No token."""
-        from kvcache_rag.policies.selection import nothing  # loads torch
-
-        return nothing(prompt)
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class FullRecompute(ReusePolicy):
 
 
 @dataclass(frozen=True)
-class Combination(ReusePolicy):
+class Combination(PlainReuse):
     """Reuse the cache of exactly these chunks in this order, computed together.
 
     Shared RAG-DCache (arXiv 2504.11765) with combinations of k > 1 chunks.  A combination
@@ -80,14 +69,3 @@ class Combination(ReusePolicy):
     name: ClassVar[str] = "combination"
     _forms = (Form("combination", lambda words: Combination(*words.numbers())),)
     joint: ClassVar[bool] = True
-
-    @property
-    def is_reuse(self) -> bool:
-        """Always."""
-        return True
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """No token."""
-        from kvcache_rag.policies.selection import nothing  # loads torch
-
-        return nothing(prompt)

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.base import RatioPolicy
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies.base import Signal
 
 
 @dataclass(frozen=True)
-class ProphetKV(ReusePolicy):
+class ProphetKV(RatioPolicy):
     """Compute the tokens again that the question attends to most (ProphetKV, arXiv 2602.02579).
 
     The question runs once over the stitched chunks, as `Reuse()` runs it to answer.  What each
@@ -32,7 +29,7 @@ class ProphetKV(ReusePolicy):
     """
 
     name: ClassVar[str] = "prophetkv"
-    chooses_tokens: ClassVar[bool] = True
+    signal: ClassVar[Signal] = "attention"
     _forms = (Form("prophetkv[:RATIO]", lambda words: ProphetKV(*words.numbers(float))),)
     ratio: float = 0.2
     positions: PositionScheme = "reordered"
@@ -40,24 +37,3 @@ class ProphetKV(ReusePolicy):
     def __post_init__(self) -> None:
         checked_positions(self.positions)
         checked_ratio(self.ratio)
-
-    @property
-    def is_full(self) -> bool:
-        """At ratio 1."""
-        return self.ratio == 1
-
-    @property
-    def is_reuse(self) -> bool:
-        """At ratio 0."""
-        return self.ratio == 0
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The most attended tokens, of equal ones those that stand first."""
-        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
-
-        count, allowed = share(self.ratio, prompt), candidates(prompt)
-        if not count or not allowed.any():
-            return nothing(prompt)
-        if count >= int(allowed.sum()):
-            return allowed
-        return top(signals.attention(), count, allowed)

@@ -51,6 +51,11 @@ class Retrieved:
         """Number of chunks."""
         return len(self.texts)
 
+    def only(self, indices: Sequence[int]) -> Retrieved:
+        """Some of the chunks, in this order."""
+        scores = None if self.scores is None else tuple(map(self.scores.__getitem__, indices))
+        return Retrieved(self.question, tuple(map(self.texts.__getitem__, indices)), scores)
+
     @cached_property
     def relevance(self) -> tuple[float, ...]:
         """How well each chunk matches, in standard deviations; the same for scores a·s + b."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.models.cache import HaltedError, buffer_cache, tapped_cache
 from kvcache_rag.prompt.offsets import chunk_scores
 
@@ -133,11 +133,8 @@ class RowSignals:
     def _deviation(self, layer: int) -> Tensor:
         model, context = self.row.model, self.row.shape.context_tokens
         slots = self.row.buffer.slots()
-        if model.has_cells:
-            model.ensure_recomputable()  # it gives no keys of a layer
+        refuse(model.abilities.cannot_observe)  # whoever does not say what it reads
         if layer not in slots:
-            if model.recurrent is not None:
-                model.ensure_recomputable()  # at no other layer either
             raise InvalidInputError(
                 f"layer {layer} keeps no values of its own; compare at one of {min(slots)} to "
                 f"{max(slots)} that does"
@@ -168,7 +165,7 @@ class RowSignals:
     def _aligned(self) -> Tensor:
         if self.scores is None:
             raise InvalidInputError(
-                "the policy reads scores but has needs_scorer = False; set it to True"
+                'the policy reads scores and does not say so; set its reads = ("relevance",)'
             )
         shape = self.row.shape
         ids = [self.row.ids[chunk.start : chunk.stop] for chunk in shape.chunks]
@@ -202,7 +199,7 @@ class RowSignals:
         from kvcache_rag.models.attention.observed import observed_attention
 
         model, shape = self.row.model, self.row.shape
-        model.ensure_recomputable()  # what is chosen is to be computed again
+        refuse(model.abilities.cannot_observe)
         context, tokens = shape.context_tokens, shape.tokens - self.answer_tokens
         places = torch.arange(context, tokens)  # (query without an answer,)
         cache = buffer_cache(self.row.buffer, model.measured.kinds, context)

@@ -110,11 +110,6 @@ class StitchedRow:
     segments: tuple[Segment, ...] = ()
 
 
-def keeps_places(scheme: PositionScheme) -> bool:
-    """Whether every token's position is its place in the prompt."""
-    return scheme == "reordered"
-
-
 def first_positions(
     parts: Sequence[tuple[int, int]],
     scheme: PositionScheme,

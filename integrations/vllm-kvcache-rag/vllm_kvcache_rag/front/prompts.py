@@ -11,7 +11,6 @@ from kvcache_rag.generation.gate import template_digest
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prompt.renderer import PromptRenderer
-from kvcache_rag.prompt.scores import ranking
 from kvcache_rag_server.worker import grounded, plain_prompt
 from vllm_kvcache_rag.transfer.params import TransferParams
 
@@ -54,7 +53,7 @@ class WrittenPrompt:
     @property
     def unstitched(self) -> WrittenPrompt:
         """The same for a server that stores nothing; one chunk behind the prefix is exact there."""
-        policy = self.policy if self.policy.computes_chunks else FullRecompute()
+        policy = FullRecompute() if isinstance(self.policy, Reuse) else self.policy
         return replace(self, params=None, policy=policy)
 
 
@@ -106,13 +105,15 @@ class Prompts:
     def _grounded(self, work: BackendRequest, chunks: Sequence[str]) -> WrittenPrompt:
         """A question over the chunks that its policy answers from, in the order that it wants."""
         policy = Reuse() if work.policy is None else work.policy
-        if not (isinstance(policy, Reuse) or policy.is_full or policy.computes_chunks):
+        is_plain = policy.is_reuse and policy.scaling is None and not policy.joint
+        if not (is_plain or policy.is_full):
             raise InvalidInputError(
                 f"{policy!r} recomputes tokens, which vLLM does not; ask for bestfew, reuse, "
                 "composite or full"
             )
         question = grounded(self, work)[0]
-        order, kept = _arranged(policy, question, chunks, work.scores)
+        plan = policy.plan(Retrieved(question, tuple(chunks), work.scores))
+        order, kept = plan.order, len(plan.brought)
         renderer = self._renderer.in_namespace(work.namespace)
         ids = renderer.tokenize(question, [chunks[place] for place in order], work.history)
         stored = ids.chunks[:kept]
@@ -152,16 +153,3 @@ class Prompts:
                 f"context window is {self.context_window}; split the document"
             )
         return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
-
-
-def _arranged(
-    policy: ReusePolicy, question: str, chunks: Sequence[str], scores: Sequence[float] | None
-) -> tuple[tuple[int, ...], int]:
-    """Numbers of the chunks that are answered from, in prompt order, and how many may be stored."""
-    retrieved = Retrieved(question, tuple(chunks), scores)
-    chosen = policy.chosen(retrieved)
-    if chosen is None:
-        arranged = policy.arranged(ranking(scores, len(chunks)))
-        return arranged.order, len(arranged.brought)
-    arranged = policy.arranged(ranking(None, len(chosen)))
-    return tuple(chosen[place] for place in arranged.order), len(arranged.brought)

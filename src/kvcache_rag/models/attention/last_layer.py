@@ -45,7 +45,7 @@ class QueryAttention:
             UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
                 built like those of transformers, or it attends by place.
         """
-        if model.has_cells:
+        if model.abilities.memory == "own":
             raise UnsupportedModelError(
                 f"{model.config.model_type}: llama.cpp shows nobody its attention, so it cannot be "
                 'an auxiliary model; load that with backend="transformers"'

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError, refuse
 from kvcache_rag.models.attention.support import attention_switched, whole_mask
 from kvcache_rag.models.cache import HaltedError, growing_cache
 
@@ -307,9 +307,7 @@ def weighed_chunks(
 
 def ensure_weighable(model: LanguageModel) -> None:
     """Raise `UnsupportedModelError` if the attention of a model cannot be replaced by this one."""
-    refusal = why_own_code(model)
-    if refusal:
-        raise UnsupportedModelError(refusal)
+    refuse(why_own_code(model))
 
 
 def why_own_code(model: LanguageModel) -> str:
@@ -332,7 +330,7 @@ def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
 
 def _measured_refusal(model: LanguageModel) -> str:
     """Why this function cannot stand in for a model's attention, or ""."""
-    model.ensure_attends_only("and chunks can be weighed in attention alone; use another policy")
+    refuse(model.abilities.cannot_weigh)
     kinds, name = model.measured.kinds, str(model.config.model_type)
     ids = torch.arange(_PROBE_TOKENS)[None] % max(1, min(int(model.config.vocab_size), 1000) - 5)
     callers: list[torch.nn.Module] = []

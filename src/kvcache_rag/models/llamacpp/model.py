@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
-from kvcache_rag.models.language import LanguageModel, lock_of
+from kvcache_rag.models.language import Abilities, LanguageModel, lock_of
 from kvcache_rag.models.llamacpp.binding import (
     CACHE_TYPES,
     CELL_STEP,
@@ -55,7 +55,6 @@ _ALLOWED: Final = 0.5
 class LlamaCppModel(LanguageModel):
     """A GGUF file that llama.cpp runs, as the rest of the package uses it."""
 
-    has_cells = True
     takes_positions = True
 
     def __init__(self, model: LlamaCppForCausalLM, *, window: int | None = None) -> None:
@@ -472,11 +471,19 @@ class LlamaCppModel(LanguageModel):
                 "the tokenizer of the file as it is"
             )
 
-    def ensure_recomputable(self) -> None:
-        raise UnsupportedModelError(
-            f"{self.config.model_type}: llama.cpp gives neither attention nor keys of single "
-            "layers to choose tokens by; use BestFew(), BestLast(), LegoLink(n), CacheClip(), "
-            'Reuse(), Combination() or FullRecompute(), or backend="transformers"'
+    @property
+    def abilities(self) -> Abilities:
+        instead = 'Reuse(), Combination() or FullRecompute(), or backend="transformers"'
+        return replace(
+            super().abilities,
+            cannot_overlap="llama.cpp has a prompt's next token stand right behind its last one",
+            cannot_observe=f"{self.config.model_type}: llama.cpp gives neither attention nor keys "
+            "of single layers to choose tokens by; use BestFew(), BestLast(), LegoLink(n), "
+            f"CacheClip(), {instead}",
+            cannot_weigh="llama.cpp lets nobody weigh chunks inside attention; use BestFew(), "
+            f"BestLast(), LegoLink(n), {instead}",
+            recompute="runs",
+            memory="own",
         )
 
 
