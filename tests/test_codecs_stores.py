@@ -145,10 +145,6 @@ def test_memory_that_keeps_no_such_form_says_so() -> None:
     assert repr(MemoryStore(5, codec=Int8())).endswith("tier='memory', codec=Int8())")
 
 
-class TestInt4DiskStore(QuantisedDiskContract):
-    codec = Int4()
-
-
 def test_chunks_of_every_codec_have_keys_of_their_own() -> None:
     specs = set()
     for codec in CODECS:
