@@ -182,10 +182,14 @@ def test_peft_loads_an_adapter_that_says_so_without_a_word(adapter: Path, tmp_pa
 
 
 # ---------------------------------------------------------------------- what fine-tuning writes
-@pytest.mark.parametrize("lora", [0, 2])
 @pytest.mark.parametrize(
-    ("recipe", "says"),
-    [({}, True), ({"block_share": 0.0}, False), ({"block_share": 0.0, "both_masks": True}, True)],
+    ("lora", "recipe", "says"),
+    [
+        (0, {}, True),
+        (2, {}, True),
+        (2, {"block_share": 0.0}, False),
+        (2, {"block_share": 0.0, "both_masks": True}, True),
+    ],
 )
 def test_fine_tuning_under_the_block_mask_says_so(
     tmp_path: Path, lora: int, recipe: dict[str, Any], says: bool
