@@ -56,10 +56,6 @@ def test_a_block_runs_and_prints_what_it_says(code: str, output: str, tmp_path: 
         assert printed == output
 
 
-def test_the_readme_has_blocks_that_run() -> None:
-    assert sum(page == "README.md" for page, *_ in BLOCKS) >= 2
-
-
 def test_readme_and_the_first_page_say_the_same() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("(docs/", "(")
     home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
