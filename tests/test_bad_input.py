@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
+from laws import QUESTION, TEMPLATE
 from tokenizers import normalizers
 from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
 
 
@@ -99,6 +98,9 @@ def test_one_text_is_not_a_list_of_texts(engine: Engine) -> None:
     for call in (engine.generate, engine.stream, engine.logits):
         with pytest.raises(InvalidInputError, match="a list of texts or keys, not one text"):
             call(QUESTION, TEXTS[0])
+    for of_texts in (engine.add, engine.keys, lambda text: engine.tokenize(QUESTION, text)):
+        with pytest.raises(InvalidInputError, match="list of texts"):
+            of_texts(TEXTS[0])
 
 
 @pytest.mark.parametrize("chunk", [None, 7, b"bytes", ["nested"], {"text": "x"}])

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 
-GRACE = 100.0
-
 
 def finite_chunk(
     seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = contracts.LAYOUT, start: int = 3

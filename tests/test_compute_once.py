@@ -13,9 +13,10 @@ import access
 import pytest
 import torch
 from forks import forkserver
+from laws import TEMPLATE
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, TieredStore
+from kvcache_rag import DiskStore, Engine, MemoryStore, TieredStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.models.hf import TransformersModel
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.stores import ChunkStore
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 TEXTS = ["The cat sat on the mat.", "A dog ran away."]
 PATIENCE = 20.0  # seconds
 

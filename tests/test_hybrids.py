@@ -29,11 +29,8 @@ from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.models.drafts import Drafts
 from kvcache_rag.policies.default import UNTRAINED
-from kvcache_rag.stitching import states
 
 TOLERANCE = 5e-4
-# Shorter than every convolution; a single token; in any order, with repeats.
-SHORT = ("q", "")
 ORDERS = ((2, 0, 2), (3, 1, 4, 0, 3))
 
 
@@ -176,41 +173,6 @@ def test_guesses_right_and_wrong_change_no_token(
     # These are decoded by `generate()`, or have layers that take nothing back.
     others = {"bamba", "minimax", "falcon_h1", "nemotron_h", "zamba", "zamba2"}
     assert bool(rounds) != (engine.model.config.model_type in others)
-
-
-def _without_beginning(layout: Any, final: Any, now: Any, _: Any, through: Any) -> Any:
-    return BEHIND(layout, final, now, None, through)
-
-
-BEHIND = states._behind
-# What is exchanged, for what, and the kinds of recurrence that notice.
-MUTANTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "without transitions": ("_behind", lambda _, final, *__: final, ("qwen3_5", "bamba", "jamba")),
-    "A S, not A (S - S_p)": ("_behind", _without_beginning, ("qwen3_5", "bamba", "jamba")),
-    "transitions of 1": ("applied", lambda _, __, state: state, ("qwen3_5", "bamba", "jamba")),
-    "windows of the prefix": ("_shift", lambda *_: None, ("lfm2", "qwen3_5", "zaya")),
-}
-
-
-@pytest.mark.parametrize(
-    ("mutant", "name"), [(mutant, name) for mutant, row in MUTANTS.items() for name in row[2]]
-)
-def test_the_law_would_notice(mutant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name not in HYBRIDS:
-        pytest.skip(f"this transformers has no {name}")
-    engine = make_engine(name)
-    expected = reference(engine, TEXTS)
-    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) < TOLERANCE
-    attribute, other, _ = MUTANTS[mutant]
-    monkeypatch.setattr(states, attribute, other)
-    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) > 50 * TOLERANCE
-
-
-def test_the_law_would_notice_another_order() -> None:
-    for name in {"qwen3_5", "bamba", "lfm2"} & {*HYBRIDS}:
-        engine = make_engine(name)
-        found = engine.logits(QUESTION, TEXTS[::-1], policy=Reuse())
-        assert error(found, reference(engine, TEXTS)) > 50 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5", "lfm2") if name in HYBRIDS])

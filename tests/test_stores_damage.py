@@ -15,29 +15,16 @@ import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import DiskStore, folder, runs
-from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.contracts import LAYOUT, make_chunk, same
+from tests.damage import SMALL, filled, header_size, is_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
-
-SMALL = make_chunk(tokens=4)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def filled(store: DiskStore, chunk: ChunkKV = SMALL) -> tuple[ChunkKey, bytes]:
-    key = key_of(chunk)
-    assert store.put(key, chunk)
-    return key, store.path(key).read_bytes()
-
-
-def header_size(raw: bytes) -> int:
-    return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
 def rewritten(raw: bytes, change: Any) -> bytes:
@@ -47,18 +34,6 @@ def rewritten(raw: bytes, change: Any) -> bytes:
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)[: size - 8] + raw[size:]
-
-
-def is_refused(store: DiskStore, key: ChunkKey, raw: bytes, chunk: ChunkKV = SMALL) -> bool:
-    """Put bytes in place of a chunk; True when it is refused, False when it is still right."""
-    store.path(key).write_bytes(raw)
-    try:
-        found = store.get(key, chunk.layout).chunk
-    except CorruptChunkError:
-        assert not store.path(key).exists(), "what is damaged is put aside"
-        return True
-    assert same(found, chunk), "a wrong tensor was served"
-    return False
 
 
 def test_a_shortened_or_lengthened_file_is_refused(store: DiskStore) -> None:
@@ -92,14 +67,6 @@ def test_every_flipped_payload_bit_is_refused(store: DiskStore) -> None:
         damaged = bytearray(raw)
         damaged[chance.randrange(header_size(raw), len(raw))] ^= 1 << chance.randrange(8)
         assert is_refused(store, key, bytes(damaged))
-
-
-def test_swapped_files_are_refused(store: DiskStore) -> None:
-    first, second = make_chunk(1), make_chunk(2)
-    (one, left), (two, right) = filled(store, first), filled(store, second)
-    assert len(left) == len(right)
-    assert is_refused(store, one, right, first)
-    assert is_refused(store, two, left, second)
 
 
 def test_a_header_that_lies_is_refused(store: DiskStore) -> None:

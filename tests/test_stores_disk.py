@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import stat
-import struct
 import subprocess
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInp
 from kvcache_rag.stores import DiskStore, disk, filesystem, limits, runs
 from kvcache_rag.stores import file as chunkfile
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
+from tests.damage import SMALL, filled, header_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,22 +31,10 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
-SMALL = make_chunk(tokens=4)
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def filled(store: DiskStore, chunk: ChunkKV = SMALL) -> tuple[ChunkKey, bytes]:
-    key = key_of(chunk)
-    assert store.put(key, chunk)
-    return key, store.path(key).read_bytes()
-
-
-def header_size(raw: bytes) -> int:
-    return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
 # The file.
@@ -320,6 +308,3 @@ def test_use_is_marked_once_a_minute(store: DiskStore, call: str) -> None:
         os.utime(store.path(key), (now - age, now - age))
         use()
         assert (store.path(key).stat().st_mtime >= now - 1) is marked
-
-
-# Processes.

@@ -140,7 +140,7 @@ def test_a_header_bomb_is_refused_before_it_is_read(
     assert not store.contains(key)
 
 
-# Links, and names that are no digests.
+# Names that are no digests.
 
 
 @pytest.mark.parametrize("namespace", ["../..", "/", "..\\..", "a/../../b", "\0", "é" * 300, "~"])
@@ -209,9 +209,6 @@ def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
         assert not store.put(key_of(SMALL), SMALL)
     assert store.stats().put_failures == 1
     assert store.put(key_of(SMALL), SMALL)
-
-
-# Hosts that died, and sweeps.
 
 
 # A faster tier in front of a damaged one.

@@ -15,32 +15,19 @@ import pytest
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.stores import DiskStore, MemoryStore, limits, locks
-from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.contracts import LAYOUT, key_of, same
+from tests.tenants import KEY, SIZE, SMALL, fill, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-SMALL = make_chunk(tokens=4)
-SIZE = 4096 + SMALL.nbytes + 16
-KEY = key_of(SMALL, namespace="a")
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int = 0) -> None:
-    for seed in range(first, first + count):
-        chunk = make_chunk(seed, tokens=4)
-        assert store.put(key_of(chunk, namespace=namespace), chunk)
-
-
-def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(access.namespace_folder(store.root, namespace))
-    return len(list(folder.rglob("*.safetensors")))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -281,9 +268,3 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
         assert not running.done()
         leave.set()
         assert running.result(60) == 1
-
-
-# Links where folders and files belong.
-
-
-# Rights.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-GRACE = 100.0
 CHUNK = make_chunk()
 KEY = key_of(CHUNK)
 TEXTS = ["The mill stands by the river.", "The smith lives in Oslo.", "Bread costs two coins."]
