@@ -57,7 +57,7 @@ def test_tokens_are_those_of_generate(
     engine = make_engine(family)
     if engine.refusal:
         policy = FullRecompute()
-    options: dict[str, Any] = {"max_new_tokens": 16, "policy": policy}
+    options: dict[str, Any] = {"max_new_tokens": 10, "policy": policy}
     seen = _watched(monkeypatch)
     law = _by_generate(monkeypatch, engine, **options)
     assert not seen

@@ -278,6 +278,7 @@ def test_law_behind_any_prefix_the_choice_is_that_of_question_and_turns(
     if refused(engine, policy):
         return
     asked = [(QUESTION, TEXTS, TURNS), (LONG_QUESTION, TEXTS, ()), ("x", TEXTS[1:], TURNS[:1])]
+    engine.add(TEXTS)  # so that a batch could share what was chosen over the same chunks
     options: dict[str, Any] = {"policy": policy, "max_new_tokens": 1}
     together = Recorder()
     engine.generate_batch(asked, **options, logits_processor=[together])
