@@ -8,7 +8,7 @@ import access
 import pytest
 import torch
 from torch import Tensor
-from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, SEVERAL, build
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.models.attention import scaled
@@ -234,8 +234,11 @@ def test_far_apart_scores_are_neither_lost_nor_infinite() -> None:
         assert (found.double() - expected).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in FAMILIES), *((name, torch.bfloat16) for name in SEVERAL)],
+    ids=str,
+)
 def test_every_family_but_those_with_attention_of_their_own(name: str, dtype: torch.dtype) -> None:
     model = TransformersModel(build(name, dtype=dtype))
     before = access.attention(model.model.config)

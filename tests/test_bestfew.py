@@ -124,7 +124,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return make_engine(request.param, rotation="deferred")
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [1, 3])
 def test_law_the_best_few_are_a_plain_prefill_of_them(engine: Engine, count: int) -> None:
     holds_the_law(engine, count)
     costs_no_more_than_it_must(engine, count)
@@ -158,7 +158,7 @@ def hybrid(request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [1, 3])
 def test_law_of_recurrent_layers(hybrid: Engine, count: int) -> None:
     holds_the_law(hybrid, count, HYBRID_TOLERANCE)
     costs_no_more_than_it_must(hybrid, count)
