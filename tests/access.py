@@ -95,11 +95,6 @@ def namespace_folder(root: Path | str, namespace: str) -> str:
     return f"{root}/{names.namespace_digest(namespace)}"
 
 
-def lock_path(root: Path | str, key: ChunkKey) -> str:
-    """File of the lock under which a chunk is computed."""
-    return f"{root}/{names.lock_name(key)}.lock"
-
-
 def chunks(store: MemoryStore) -> Any:
     """What it holds: by key."""
     return store._chunks

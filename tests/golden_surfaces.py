@@ -251,8 +251,6 @@ _DUNDERS: Final = frozenset(
 _PATH: Final = re.compile(
     r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:_lab|_server)?(?:\.\w+)*\.(?=\w)"
 )
-MODULE: Final = re.compile(r"\bkvcache_rag(?:_lab|_server)?\.\w+")
-"""A path of a module of ours, or of one of its names."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PRIVATE: Final = re.compile(r"(?<![\w.])_[A-Z]\w*")
 

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag import Engine, InvalidInputError, PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.integration import lasting_adapter, open_engine
 from kvcache_rag.models import adapters
@@ -132,13 +132,6 @@ def test_an_installed_adapter_is_meant_by_its_name_wherever_one_is_taken(
     assert "supported" in capsys.readouterr().out
 
 
-def test_one_package_may_hold_several_in_folders_of_its_own(
-    base: Path, saved: Path, install: Callable[..., Path]
-) -> None:
-    folder = install("novel", saved, inner="first")
-    assert adapter_folder("novel") == folder
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_is_merged_where_it_is_loaded_to_the_same_weights_each_time(
     base: Path, saved: Path, dtype: torch.dtype
@@ -186,18 +179,6 @@ def test_what_cannot_be_merged_stays_beside_the_weights(base: Path, saved: Path)
     assert adapters.merged(refusing) is refusing
 
 
-def test_chunks_of_an_adapter_are_others_than_those_of_the_base(
-    base: Path, saved: Path, install: Callable[..., Path]
-) -> None:
-    install("novel", saved)
-    store, texts = MemoryStore(), ["abc", "de"]
-    plain = Engine.from_pretrained(base, store=store)
-    adapted = Engine.from_pretrained(base, store=store, adapter="novel")
-    first, second = plain.add(texts), adapted.add(texts)
-    assert {str(ref) for ref in first}.isdisjoint(str(ref) for ref in second)
-    assert adapted.add(texts) == second
-
-
 def test_a_name_stands_before_a_folder_which_a_path_means(
     base: Path, saved: Path, install: Callable[..., Path]
 ) -> None:
@@ -208,12 +189,6 @@ def test_a_name_stands_before_a_folder_which_a_path_means(
     spec = Engine.from_pretrained(base, adapter="./novel").spec
     assert spec == Engine.from_pretrained(base, adapter=Path("novel")).spec
     assert spec != Engine.from_pretrained(base, adapter="novel").spec
-
-
-def test_a_word_that_is_no_name_is_a_folder(base: Path, saved: Path) -> None:
-    shutil.copytree(saved, "mine")
-    spec = Engine.from_pretrained(base, adapter="mine").spec
-    assert spec == Engine.from_pretrained(base, adapter=saved).spec
 
 
 def test_a_missing_package_is_told_with_the_exact_command(
@@ -292,19 +267,6 @@ def test_a_name_lasts_in_other_folders_and_a_folder_by_its_whole_path(
     assert lasting_adapter("./novel") == lasting_adapter(Path("novel")) == str(here / "novel")
     assert lasting_adapter("mine") == str(here / "mine")
     assert lasting_adapter("~/mine") == os.path.expanduser("~/mine")
-
-
-def test_build_keeps_the_name(
-    base: Path, saved: Path, install: Callable[..., Path], tmp_path: Path
-) -> None:
-    install("novel", saved)
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "abc"}\n')
-    os.mkdir("novel")  # is not meant
-    words = ["--adapter", "novel", "--kv-dir", "kv", "--device", "cpu"]
-    assert main(["build", str(base), str(corpus), *words]) == 0
-    engine = open_engine(str(base), kv_dir="kv", adapter="novel")
-    assert engine.generate("who?", ["abc"], max_new_tokens=1).metrics.misses == 0
 
 
 # ---------------------------------------------------------------------- what it brings along

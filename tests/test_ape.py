@@ -31,7 +31,7 @@ from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, SEVERAL, build, byte_tokenize
 
 from kvcache_rag import Ape, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.mask import MaskedSequence, block_mask
 from kvcache_rag.policies.base import AttentionScaling
 
@@ -340,24 +340,3 @@ def test_one_chunk_at_1_1_is_a_plain_prefill_and_a_window_may_hide_all_chunks() 
         engine, "mistral window", Ape(0.5, 0.5), engine.tokenize(long, TEXTS)
     )
     assert error(found, reference) < TOLERANCE
-
-
-def test_models_whose_keys_cannot_move_are_refused_in_one_sentence() -> None:
-    engine = make_engine("gpt2")
-    with pytest.raises(UnsupportedModelError, match=r"^gpt2: .* use Combination\(\)"):
-        engine.generate(QUESTION, TEXTS, policy=Ape())
-
-
-@pytest.mark.parametrize("name", ["temperature", "scale"])
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "0.9", None])
-def test_temperature_and_scale_are_positive_numbers(name: str, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=f"{name} must be a positive number"):
-        Ape(**{name: value})
-
-
-def test_it_is_a_value() -> None:
-    assert Ape(0.9) == Ape(temperature=0.9, scale=0.9) != Ape(0.9, 1.0)
-    assert repr(Ape(1, 1)) == "Ape(temperature=1, scale=1)"
-    assert eval(repr(Ape(0.8, 0.7)), {"Ape": Ape}) == Ape(0.8, 0.7)
-    assert (Ape().positions, Ape().adjacent_query, Ape().is_reuse) == ("composite", True, True)
-    assert Ape(0.8, 0.7).scaling == AttentionScaling(0.8, 0.7)

@@ -11,12 +11,13 @@ from typing import Any
 import access
 import pytest
 import torch
+from laws import TEMPLATE
 from tokenizers_zoo import byte_level, encode, word_pieces
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.kv.mask import block_mask
@@ -24,7 +25,6 @@ from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.alignment import token_offsets
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who leads Grabra?"
 TEXTS = [
     "Grabra is led by Dulek 👩.",
@@ -150,15 +150,6 @@ def test_every_character_has_the_weight_of_its_token(tokenizer: Any) -> None:
                 assert letter == " "
 
 
-def test_scores_depend_on_the_question_and_add_up() -> None:
-    auxiliary = auxiliary_of()
-    first, second = (auxiliary.attention(q, TEXTS) for q in (QUESTION, "In which year?"))
-    assert not torch.allclose(first[0].weights, second[0].weights, atol=1e-3)
-    total = sum(float(one.weights.sum()) for one in first)
-    assert 0.05 < total < 1
-    assert all(bool((one.weights >= 0).all()) for one in first)
-
-
 def test_what_is_prefilled_ahead_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     auxiliary, twin = auxiliary_of(), auxiliary_of()
     keys = auxiliary.prefill(TEXTS)
@@ -174,13 +165,6 @@ def test_what_is_prefilled_ahead_is_not_computed_again(monkeypatch: pytest.Monke
     for one in (auxiliary, twin):
         for a, b in zip(one.scores(QUESTION, TEXTS), expected, strict=True):
             assert torch.equal(a, b)
-
-
-def test_two_models_share_a_store_and_never_their_chunks() -> None:
-    store = MemoryStore()
-    main = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store)
-    auxiliary = auxiliary_of(store=store)
-    assert not set(main.add(TEXTS)) & set(auxiliary.prefill(TEXTS))
 
 
 @pytest.mark.parametrize("chunks", [[], [""], [" \n"], ["a"], ["a", "", "b"], ["1"] * 40])
@@ -249,12 +233,6 @@ def test_a_question_that_leaves_no_room() -> None:
 def test_what_cannot_be_scored(question: Any, chunks: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         auxiliary_of().scores(question, chunks)
-
-
-def test_a_window_without_room_says_so() -> None:
-    auxiliary = auxiliary_of(context_window=22)
-    with pytest.raises(ContextTooLongError, match="no room for chunks"):
-        auxiliary.scores("?", ["abcdef"])
 
 
 def test_models_that_cannot_help() -> None:

@@ -16,11 +16,9 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import (
     CacheClip,
     Engine,
-    FullRecompute,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
-    Reuse,
 )
 from kvcache_rag.auxiliary import Auxiliary, ChunkAttention
 from kvcache_rag.errors import CorruptChunkError
@@ -94,20 +92,6 @@ def test_what_is_computed_again_is_what_the_auxiliary_looks_at(
     assert float((other - found).abs().max()) > 1e-3
 
 
-def test_the_ends_of_the_dial_are_full_prefill_and_reuse(engine: Engine) -> None:
-    def logits(policy: Any) -> Tensor:
-        return engine.logits(QUESTIONS[0], DOCUMENTS, policy=policy)
-
-    assert torch.equal(logits(CacheClip(ratio=0)), logits(Reuse()))
-    composite = CacheClip(ratio=0, positions="composite")
-    assert torch.equal(logits(composite), logits(Reuse("composite")))
-    assert torch.equal(logits(CacheClip(ratio=1)), logits(FullRecompute()))
-    for positions in ("reordered", "composite"):
-        nearly = logits(CacheClip(ratio=0.999, positions=positions))  # all but the first chunk
-        assert float((nearly - logits(FullRecompute())).abs().max()) < 1e-3
-    assert float((logits(Reuse()) - logits(FullRecompute())).abs().max()) > 1e-2
-
-
 def test_chunks_by_reference_are_scored_too(engine: Engine) -> None:
     expected = engine.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=8)
     keys = engine.add(DOCUMENTS)
@@ -134,21 +118,6 @@ def test_an_engine_may_be_its_own_auxiliary() -> None:
     own = CacheClip(Auxiliary(fresh), ratio=0.5)
     found = fresh.generate(QUESTIONS[0], DOCUMENTS, policy=own, max_new_tokens=8)
     assert found.token_ids == expected.token_ids
-
-
-def test_ingestion_prefills_for_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = PromptTemplate(system="Documents:\n")
-    helper = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
-    main = Engine.from_pretrained("tiny", device="cpu", auxiliary=helper)
-    keys = main.add(DOCUMENTS)
-    assert len(keys) == len(DOCUMENTS)
-    assert main.auxiliary is helper
-
-    def computed(*_: Any) -> None:
-        raise AssertionError("computed")
-
-    monkeypatch.setattr(Prefiller, "compute", computed)
-    assert main.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=4).metrics.misses == 0
 
 
 @pytest.mark.parametrize("where", ["engine", "policy", "both"])
@@ -181,21 +150,6 @@ def test_whoever_scores_has_its_chunks_by_ingestion(
     found = main.generate(QUESTIONS[0], late, policy=policy or CLIP, max_new_tokens=1)
     assert (found.metrics.misses, found.metrics.auxiliary_misses) == (1, 1)
     assert sum(sizes) == len(late)
-
-
-def test_an_engine_that_scores_for_itself_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = Engine.from_pretrained("tiny", device="cpu")
-    main.policy = CacheClip(Auxiliary(main), ratio=0.5)
-    sizes: list[int] = []
-    compute = Prefiller.compute
-
-    def computed(self: Prefiller, ids: Any) -> Any:
-        sizes.append(len(ids))
-        return compute(self, ids)
-
-    monkeypatch.setattr(Prefiller, "compute", computed)
-    main.add(DOCUMENTS)
-    assert sum(sizes) == len(DOCUMENTS)
 
 
 def test_a_store_of_the_auxiliary_that_keeps_nothing_costs_misses_only() -> None:
@@ -238,29 +192,6 @@ def test_cancelling_stops_both_models() -> None:
     assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
 
 
-def test_without_an_auxiliary_model_there_is_one_sentence() -> None:
-    engine = Engine.from_pretrained("tiny", device="cpu")
-    with pytest.raises(InvalidInputError, match="auxiliary"):
-        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip())
-
-
-def test_an_error_of_the_scorer_is_the_users() -> None:
-    class Broken:
-        def scores(self, question: str, chunks: Any) -> list[Tensor]:
-            raise ZeroDivisionError("my own")
-
-    class Short:
-        def scores(self, question: str, chunks: Any) -> list[Tensor]:
-            return [torch.zeros(3) for _ in chunks]
-
-    engine = Engine.from_pretrained("tiny", device="cpu")
-    with pytest.raises(ZeroDivisionError, match="my own"):
-        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip(Broken()))
-    with pytest.raises(InvalidInputError, match="one per character"):
-        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip(Short()))
-    assert engine.generate(QUESTIONS[0], DOCUMENTS, max_new_tokens=4).text
-
-
 def test_a_model_agrees_with_itself_over_one_chunk(engine: Engine) -> None:
     twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
     found = attention_agreement(engine, twin, QUESTIONS[0], DOCUMENTS[:1])
@@ -270,18 +201,6 @@ def test_a_model_agrees_with_itself_over_one_chunk(engine: Engine) -> None:
     assert more.kl > 1e-4
     assert more.jaccard < 1
     assert more.tokens > 4 * found.tokens
-
-
-def test_a_random_model_agrees_by_chance(engine: Engine) -> None:
-    template = PromptTemplate(system="Documents:\n", chunk_start="[", chunk_end="]\n")
-    stranger = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
-    twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
-    for question in QUESTIONS:
-        other = attention_agreement(engine, stranger, question, DOCUMENTS)
-        own = attention_agreement(engine, twin, question, DOCUMENTS)
-        assert other.kl > 2 * own.kl
-        assert other.jaccard < own.jaccard
-        assert other.jaccard < 0.3  # 0.11 by chance
 
 
 def test_the_main_attention_is_that_of_a_full_prefill(engine: Engine) -> None:

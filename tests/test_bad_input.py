@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import access
 import numpy
 import pytest
 import torch
+from laws import QUESTION, TEMPLATE
 from tokenizers import normalizers
 from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Signal, Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
 
 
@@ -100,6 +98,9 @@ def test_one_text_is_not_a_list_of_texts(engine: Engine) -> None:
     for call in (engine.generate, engine.stream, engine.logits):
         with pytest.raises(InvalidInputError, match="a list of texts or keys, not one text"):
             call(QUESTION, TEXTS[0])
+    for of_texts in (engine.add, engine.keys, lambda text: engine.tokenize(QUESTION, text)):
+        with pytest.raises(InvalidInputError, match="list of texts"):
+            of_texts(TEXTS[0])
 
 
 @pytest.mark.parametrize("chunk", [None, 7, b"bytes", ["nested"], {"text": "x"}])
@@ -411,47 +412,11 @@ def test_a_store_that_cannot_write_costs_time_and_nothing_else(expected: tuple[i
     assert engine.add(TEXTS) == make_engine().keys(TEXTS)
 
 
-def test_a_store_without_room_for_anything_still_answers(expected: tuple[int, ...]) -> None:
-    engine = make_engine(MemoryStore(0))
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids == expected
-
-
 def test_a_damaged_chunk_is_a_miss(expected: tuple[int, ...]) -> None:
     engine = make_engine(Damaged())
     answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
     assert answer.token_ids == expected
     assert answer.metrics.misses == 2
-
-
-def test_a_chunk_that_lies_about_its_tokens_is_not_used(expected: tuple[int, ...]) -> None:
-    engine = make_engine()
-    mine, other = engine.add([TEXTS[0], TEXTS[0][::-1]])
-    layout = access.chunk_layout(engine)
-    engine.store.put(mine, engine.store.get(other, layout).chunk)
-    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
-    assert answer.token_ids == expected
-    assert answer.metrics.misses == 2
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).metrics.misses == 0
-
-
-@pytest.mark.parametrize("writer", [{"seed": 4}, {"template": PromptTemplate(system="Other.\n")}])
-def test_what_another_model_or_prefix_wrote_is_never_found(
-    writer: dict[str, Any], expected: tuple[int, ...]
-) -> None:
-    store = MemoryStore()
-    make_engine(store, **writer).add(TEXTS)
-    engine = make_engine(store)
-    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
-    assert answer.metrics.misses == 2
-    assert answer.token_ids == expected
-
-
-# ---------------------------------------------------------------------- models that are not there
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "a/b/c"])
-def test_a_folder_that_is_not_there_is_said_in_one_sentence(name: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"there is no model folder {name}; check") as found:
-        Engine.from_pretrained(name)
-    assert "\n" not in str(found.value)
 
 
 def no_gpus(monkeypatch: pytest.MonkeyPatch, *, built: bool) -> None:
@@ -509,27 +474,10 @@ def test_another_model_is_only_meant_where_it_has_another_name() -> None:
         Engine.from_pretrained("tinny")
 
 
-def test_a_hub_id_without_a_network_is_said_in_one_sentence() -> None:
-    with pytest.raises(InvalidInputError, match="cannot load the model 'some-org/some-m'") as found:
-        Engine.from_pretrained("some-org/some-m", model_kwargs={"local_files_only": True})
-    assert "\n" not in str(found.value)
-
-
 def test_an_empty_folder_is_said_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot load the model") as found:
         Engine.from_pretrained(str(tmp_path))
     assert "\n" not in str(found.value)
-
-
-def test_a_saved_model_brings_its_template_along(tmp_path: Path) -> None:
-    build("qwen2").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    plain = Engine.from_pretrained(str(tmp_path), device="cpu")
-    assert plain.template == PromptTemplate()
-    (tmp_path / "prompt_template.json").write_text('{"system": "Read this.\\n"}')
-    assert Engine.from_pretrained(str(tmp_path)).prefix_text == "Read this.\n"
-    chosen = Engine.from_pretrained(str(tmp_path), template=TEMPLATE, namespace="n")
-    assert (chosen.template, chosen.namespace) == (TEMPLATE, "n")
 
 
 def test_what_is_no_store_is_told_before_anything_is_loaded(

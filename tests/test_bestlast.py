@@ -6,7 +6,7 @@ plain path, which loads every chunk in that order and computes the last ones aga
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -32,7 +32,6 @@ from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import BestLast, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
-from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signal, Signals
+    from kvcache_rag.policies.base import Signals
     from kvcache_rag.prompt import Message
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -220,29 +219,6 @@ def test_law_of_chunks_in_8_bits_the_others_are_what_is_stored(
         assert metrics.hits == {"disk": len(TEXTS) - chunks}
 
 
-# ---------------------------------------------------------------------- with other policies
-class Letters:
-    """Finds the letters a to d important."""
-
-    def scores(self, question: str, chunks: Any) -> list[Tensor]:
-        return [torch.tensor([float(c in "abcd") for c in chunk]) for chunk in chunks]
-
-
-@dataclass(frozen=True)
-class Alone(ReusePolicy):
-    """Keeps what another policy chooses by itself."""
-
-    name: ClassVar[str] = "alone"
-    reads: ClassVar[tuple[Signal, ...]] = ("relevance",)  # whatever the other one asks for
-    of: ReusePolicy
-    positions: PositionScheme = "reordered"
-    picked: list[Tensor] = field(default_factory=list, compare=False)
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        self.picked.append(self.of.select(prompt, signals))
-        return self.picked[-1]
-
-
 # ---------------------------------------------------------------------- how many, and of what
 @pytest.mark.parametrize(
     ("ratio", "chunks", "fresh"),
@@ -252,21 +228,3 @@ def test_how_many_are_computed(ratio: float, chunks: int, fresh: int) -> None:
     plan = BestLast(ratio).plan(Retrieved("", ("",) * chunks, range(chunks)))
     assert plan.fresh == fresh
     assert plan.order == tuple(range(chunks)), "the best stand last, whatever their number"
-
-
-def test_a_reference_about_another_text_is_what_its_text_is() -> None:
-    engine = make_engine("llama", policy=BestLast())
-    engine.add(TEXTS)
-    (other,) = engine.keys([TEXTS[1]])
-    wrong = StoredChunk(other, TEXTS[0])  # the best chunk
-    assert other.tokens != engine.keys([TEXTS[0]])[0].tokens
-    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    found = engine.generate(QUESTION, [wrong, *TEXTS[1:]], max_new_tokens=4)
-    assert found.token_ids == expected.token_ids
-    counts = ("fresh_tokens", "reused_tokens", "query_tokens", "prompt_tokens")
-    for name in counts:
-        assert getattr(found.metrics, name) == getattr(expected.metrics, name), name
-    logits = engine.logits(QUESTION, TEXTS)
-    assert torch.equal(engine.logits(QUESTION, [wrong, *TEXTS[1:]]), logits)
-    explained = engine.explain(QUESTION, TEXTS)
-    assert engine.explain(QUESTION, [wrong, *TEXTS[1:]]).tokens == explained.tokens

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,13 +66,6 @@ def test_runs_the_command_and_returns_its_code(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("commands")
-def test_only_the_chosen_command_is_imported() -> None:
-    assert cli.main(["echo", "hello"]) == 0
-    assert "cli_echo" in sys.modules
-    assert "cli_empty" not in sys.modules
-
-
-@pytest.mark.usefixtures("commands")
 def test_help_lists_every_command_and_says_which_are_broken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -81,25 +74,6 @@ def test_help_lists_every_command_and_says_which_are_broken(
     assert "says what it was told" in out
     assert "there_is_no_such_module" in out
     assert "empty" in out
-
-
-@pytest.mark.usefixtures("commands")
-def test_no_command_prints_the_help_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "says what it was told" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("commands")
-@pytest.mark.parametrize("words", [["--help", "echo"], ["echo", "--help"], ["echo", "-h"]])
-def test_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 0
-    assert "usage: kvcache-rag echo" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("commands")
-@pytest.mark.parametrize("words", [["--no-such-flag"], ["echo"], ["echo", "a", "--code", "x"]])
-def test_wrong_arguments_are_refused(words: list[str]) -> None:
-    assert cli.main(words) == 2
 
 
 @pytest.mark.usefixtures("commands")
@@ -164,23 +138,6 @@ def test_help_is_a_word_too(
     assert capsys.readouterr().out.startswith(says)
     assert cli.main(["help"]) == 0
     assert "commands:\n" in capsys.readouterr().out
-
-
-def test_debug_may_stand_behind_an_action(tmp_path: Path) -> None:
-    with pytest.raises(KVCacheRagError, match="there is no folder"):
-        cli.main(["store", "ls", str(tmp_path / "nowhere"), "--debug"])
-
-
-def test_the_package_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcache_rag", "--version"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, version("kvcache-rag"))
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == version("kvcache-rag")
 
 
 @pytest.mark.usefixtures("commands")
@@ -285,16 +242,6 @@ def test_debug_lets_the_error_through(error: str, kind: type[Exception], before:
     words = ["echo", f"raise {error}"]
     with pytest.raises(kind):
         cli.main(["--debug", *words] if before else [*words, "--debug"])
-
-
-def test_the_installed_script_answers_without_importing_torch() -> None:
-    code = (
-        "import sys; from kvcache_rag import cli; cli.main([]);"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'chromadb')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "models" in done.stderr
 
 
 HANGING = """

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import access
 import pytest
 import torch
-from laws import by_place, refused
+from laws import QUESTION, TEMPLATE, error, refused
 from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import DiskStore, Engine, MemoryStore, Reuse
 from kvcache_rag.codecs import Int4, Int8, Native
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.kv.rotary import rotate
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvcache_rag.codecs import Codec
 
 TOLERANCE = 1e-4
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION = "Who?"
 TEXTS = ["abc dea hgfe cab dh fa cbaz", "bb cadf ehgb a faa ch  edbhaf dcbz", "gh facb eez"]
 
 
@@ -50,10 +48,6 @@ class RawMemory(MemoryStore):
     @property
     def codec(self) -> Codec:
         return RawNative()
-
-
-def error(found: Tensor, reference: Tensor) -> float:
-    return float((found - reference).abs().max() / reference.std())
 
 
 def engine_over(model: Any, store: MemoryStore | DiskStore | TieredStore, **options: Any) -> Engine:
@@ -121,19 +115,6 @@ def test_what_is_stored_stands_at_position_0(engines: tuple[Engine, Engine]) -> 
             assert torch.equal(slot(moved, index), slot(local, index)) != turned
 
 
-@pytest.mark.parametrize("engines", SEVERAL, indirect=True)
-def test_the_law_would_notice_keys_taken_for_local_ones(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native, raw = engines
-    raw.add(TEXTS)  # stored at position 0, whatever ran before this test
-    reference = native.logits(QUESTION, TEXTS)
-    monkeypatch.setattr("kvcache_rag.prefill.Prefiller.position", "local")
-    found = error(raw.logits(QUESTION, TEXTS), reference)
-    # Keys that know no position are the same at every one.
-    assert found < TOLERANCE if by_place(native) else found > 10 * TOLERANCE
-
-
 def test_turning_back_copies() -> None:
     engine = engine_over(build("qwen2"), MemoryStore())
     layout = access.adapter(engine).measured
@@ -191,7 +172,7 @@ def rms(found: Tensor, reference: Tensor) -> float:
     return float((found - reference).pow(2).mean().sqrt() / reference.std())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "glm4", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_quantised_chunks_answer_nearly_the_same(name: str, tmp_path: Path) -> None:
     model = build(name)
     reference = engine_over(model, MemoryStore()).logits(QUESTION, TEXTS)

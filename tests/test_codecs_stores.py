@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 
-GRACE = 100.0
-
 
 def finite_chunk(
     seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = contracts.LAYOUT, start: int = 3
@@ -143,10 +141,6 @@ def test_memory_that_keeps_no_such_form_says_so() -> None:
         with pytest.raises(InvalidInputError):
             MemoryStore(**options)
     assert repr(MemoryStore(5, codec=Int8())).endswith("tier='memory', codec=Int8())")
-
-
-class TestInt4DiskStore(QuantisedDiskContract):
-    codec = Int4()
 
 
 def test_chunks_of_every_codec_have_keys_of_their_own() -> None:

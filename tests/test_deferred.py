@@ -13,7 +13,7 @@ import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, Recorder, error, make_engine, refused
 from torch import Tensor
-from zoo import FAMILIES, OWN_ATTENTION, REFUSED, SEVERAL, build, byte_tokenizer
+from zoo import FAMILIES, OWN_ATTENTION, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import (
     Ape,
@@ -28,9 +28,8 @@ from kvcache_rag import (
     TieredStore,
 )
 from kvcache_rag.codecs import Int4
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.deferred import attention, support
-from kvcache_rag.models.deferred.cache import TailLayer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,10 +129,12 @@ def test_answers_batches_and_streams_are_those_of_copying(name: str) -> None:
         assert stream.metrics.rotation == "deferred"
 
 
-@pytest.mark.parametrize("name", ["llama", "cohere2", "mistral window", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_metrics_count_the_same(name: str) -> None:
     times = {"ttft", "load", "stitch", "prefill", "total", "rotation", "not_deferred"}
-    counts = [one.name for one in fields(deferred_engine(name).generate("x").metrics)]
+    counts = [
+        one.name for one in fields(deferred_engine(name).generate("x", max_new_tokens=1).metrics)
+    ]
     mine, theirs = (make_engine(name, rotation=mode) for mode in ("deferred", "copied"))
     for question, chunks in (
         (QUESTION, TEXTS),
@@ -151,26 +152,14 @@ def test_metrics_count_the_same(name: str) -> None:
                     assert getattr(found, count) == getattr(expected, count), count
             assert found.rotation == ("" if policy.is_full else "deferred")
     batches = [
-        one.generate_batch([(QUESTION, TEXTS), ("a", TEXTS[1:]), ("b", TEXTS[1:])])
+        one.generate_batch(
+            [(QUESTION, TEXTS), ("a", TEXTS[1:]), ("b", TEXTS[1:])], max_new_tokens=3
+        )
         for one in (mine, theirs)
     ]
     for found, expected in zip(*batches, strict=True):
         assert found.metrics.hits == expected.metrics.hits
         assert found.metrics.reused_tokens == expected.metrics.reused_tokens
-
-
-@pytest.mark.parametrize("name", ["gpt2", "hunyuan"])
-def test_models_whose_keys_cannot_move_fail_as_with_copying(name: str) -> None:
-    assert name in REFUSED
-    mine, theirs = (make_engine(name, rotation=mode) for mode in ("deferred", "copied"))
-    messages = []
-    for engine in (mine, theirs):
-        with pytest.raises(Exception, match="use Combination") as caught:
-            engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-    found = mine.logits(QUESTION, TEXTS, policy=Combination())
-    assert error(found, theirs.logits(QUESTION, TEXTS, policy=Combination())) < TOLERANCE
 
 
 def snapshot(chunk: ChunkKV) -> list[Tensor]:
@@ -229,24 +218,6 @@ def test_stored_chunks_are_the_ones_attended_to_and_stay_as_they_are(
         build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store, rotation="copied"
     )
     assert answers[0][0] == copied.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids
-
-
-def test_the_cache_layers_hold_nothing_but_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine("llama", rotation="deferred")
-    engine.add(TEXTS)
-    lengths = set()
-    update = TailLayer.update
-
-    def watched(layer: TailLayer, *arguments: Any, **named: Any) -> Any:
-        keys, values = update(layer, *arguments, **named)
-        lengths.add((keys.shape[2], layer.get_seq_length()))
-        return keys, values
-
-    monkeypatch.setattr(TailLayer, "update", watched)
-    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=3, eos_token_id=None)
-    query = answer.metrics.query_tokens
-    total = answer.metrics.prompt_tokens
-    assert lengths == {(query + step, total + step) for step in range(3)}
 
 
 class TestReasons:
@@ -351,18 +322,6 @@ def test_chunks_of_a_slow_tier_are_brought_and_held(tmp_path: Path) -> None:
             answer = fresh.generate(QUESTION, TEXTS, max_new_tokens=4)
             assert (answer.metrics.rotation, answer.token_ids) == ("deferred", expected)
         assert sum(answer.metrics.hits.values()) == len(TEXTS)
-
-
-def test_a_reference_that_has_gone_is_its_text_and_a_bare_key_is_an_error() -> None:
-    engine = make_engine("qwen2", rotation="deferred")
-    keys = engine.add(TEXTS)
-    expected = engine.generate(QUESTION, keys, max_new_tokens=4)
-    assert expected.metrics.hits == {"memory": 3}
-    engine.store.delete(keys[1])
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=4).token_ids == expected.token_ids
-    engine.store.delete(keys[1])
-    with pytest.raises(ChunkNotFoundError, match="pass its text instead of its key"):
-        engine.generate(QUESTION, keys, max_new_tokens=4)
 
 
 def test_a_file_that_lies_about_its_tokens_is_a_miss() -> None:

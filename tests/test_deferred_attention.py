@@ -152,7 +152,7 @@ BATCHES: dict[str, tuple[list[list[int]], list[int]]] = {
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("window", [None, 1, 4, 9, 20, 1000])
+@pytest.mark.parametrize("window", [None, 1, 9, 1000])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_fast_is_plain(rotation: str, batch: str, window: int | None, steps: int) -> None:
@@ -168,7 +168,7 @@ def test_fast_is_plain(rotation: str, batch: str, window: int | None, steps: int
         case.check(case.mask[:1])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_fast_is_plain_for_random_batches(seed: int) -> None:
     choose = random.Random(seed)
     rows = [

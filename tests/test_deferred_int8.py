@@ -286,17 +286,3 @@ def test_values_that_cannot_be_rounded_are_copied(monkeypatch: pytest.MonkeyPatc
     assert "too large to be quantised" in answer.metrics.not_deferred
     assert answer.metrics.reused_tokens == expected.metrics.reused_tokens == 0
     assert engine.store.stats().put_failures == 4  # the prefix, too
-
-
-@needs_kernel
-def test_a_chunk_that_is_gone_is_computed_from_its_text(tmp_path: Path) -> None:
-    engine = asked("llama", disk(tmp_path))
-    keys = engine.add(TEXTS)
-    expected = engine.logits(QUESTION, TEXTS)
-    path = disk(tmp_path).path(keys[1])
-    path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
-    assert disk(tmp_path).delete(keys[2])
-    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
-    assert (metrics.misses, metrics.hits) == (2, {"disk": 1})
-    assert [one.reason for one in metrics.missed] == ["damaged", "evicted"]
-    assert torch.equal(engine.logits(QUESTION, TEXTS), expected)

@@ -10,11 +10,14 @@ from pathlib import Path
 import forks
 import pytest
 from pictures import LEAST, smallest_letters
+from zoo import FAMILIES, HYBRIDS, REFUSED, build
 
 from benchmarks.common import read, result_file
 from kvcache_rag.integration.extraction import kinds_table
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
+from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.names import PACKAGED
+from tools import support_table
 
 ROOT = Path(__file__).parent.parent
 # docs/serving.md has a test of its own, in which snippets follow each other.
@@ -54,10 +57,6 @@ def test_a_block_runs_and_prints_what_it_says(code: str, output: str, tmp_path: 
     assert status == 0, errors
     if output:
         assert printed == output
-
-
-def test_the_readme_has_blocks_that_run() -> None:
-    assert sum(page == "README.md" for page, *_ in BLOCKS) >= 2
 
 
 def test_readme_and_the_first_page_say_the_same() -> None:
@@ -152,11 +151,27 @@ def test_a_picture_can_be_read_on_a_telephone(name: str) -> None:
     assert smallest_letters(ROOT / "docs" / name) >= LEAST
 
 
-def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
-    tool = str(ROOT / "tools" / "support_table.py")
-    run = f"runpy.run_path({tool!r}, run_name='__main__')"
-    status, _, errors = forks.run(f"import runpy, sys; sys.argv = ['', '--check']; {run}", tmp_path)
-    assert status == 0, errors
+TABLE = (ROOT / "docs" / "models.md").read_text("utf-8").partition(support_table.BEGIN)[2]
+
+
+def test_the_support_table_has_a_row_for_each_that_the_laws_hold_for() -> None:
+    rows = re.findall(r"(?m)^\| (.+?) \| (.+?) \|", TABLE.partition(support_table.END)[0])
+    listed = {**FAMILIES, **REFUSED, **HYBRIDS}
+    told = [(name, text) for name, text in rows if "family" not in name]
+    assert told == [(name, row[2]) for name, row in listed.items()]
+    stitched = len(FAMILIES) + len(HYBRIDS)
+    assert TABLE.startswith(f"\n{stitched} configurations are stitched, {len(REFUSED)} refused:\n")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
+def test_the_support_table_says_what_is_measured(name: str) -> None:
+    """That stitching is exact is law 3, in test_equivalence.py and test_hybrids.py."""
+    layout, told = TransformersModel(build(name)).measured, {**FAMILIES, **HYBRIDS}[name][2]
+    turns = support_table.measured(layout)
+    if name in HYBRIDS:
+        forms = sorted({support_table.FORMS[state.form] for state in layout.states})
+        turns = f"{', '.join(forms)} | {turns if layout.groups else 'no attention'}"
+    assert f"| {name} | {told} | {turns} | exact |\n" in TABLE
 
 
 def test_kinds_of_files_are_told_as_their_readers_say() -> None:

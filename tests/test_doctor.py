@@ -173,22 +173,6 @@ def test_an_answer_that_fails_is_a_problem(
     assert problem.strip().startswith(says)
 
 
-@pytest.mark.parametrize(("value", "says"), [("1", "HF_HUB_OFFLINE=1: "), (None, "is not set")])
-@pytest.mark.usefixtures("quick")
-def test_whether_models_may_be_downloaded(
-    value: str | None,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    cli.main(["doctor"])
-    assert says in capsys.readouterr().out
-    assert examine(capsys=capsys)["HF_HUB_OFFLINE"] == value
-
-
 # ---------------------------------------------------------------------- what is installed
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:

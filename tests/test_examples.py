@@ -9,7 +9,6 @@ import io
 import re
 import runpy
 import signal
-import socket
 import sys
 import warnings
 from collections import Counter
@@ -84,14 +83,6 @@ def module(name: str) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_short_and_listed(name: str) -> None:
-    assert len((EXAMPLES / name).read_text("utf-8").splitlines()) <= 120
-    readme = (EXAMPLES / name).with_name("README.md").read_text("utf-8")
-    assert len(readme.splitlines()) <= 50, "one screen"
-    assert f"]({name.partition('/')[0]}/)" in (EXAMPLES / "README.md").read_text("utf-8")
-
-
 # ---------------------------------------------------------------------- docs-chatbot
 @pytest.mark.usefixtures("smollm2")
 def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(
@@ -113,42 +104,6 @@ def folder_of(name: str, folder: Path) -> list[str]:
         "--model",
         "tiny",
     ]
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_a_folder_without_markdown_is_told(
-    name: str, run: Callable[..., str], tmp_path: Path
-) -> None:
-    (tmp_path / "texts").mkdir()
-    option = folder_of(name, tmp_path / "texts")
-    assert "there is no file with text (" in run(name, *option, code=1)
-    (tmp_path / "texts" / "empty.md").write_text("\n")
-    assert "empty.md: there is no text in it" in run(name, *option, code=1)
-    (tmp_path / "texts" / "empty.md").write_bytes("Käse".encode("latin-1"))
-    assert "empty.md: it is not UTF-8 text; save it" in run(name, *option, code=1)
-
-
-def test_a_file_that_cannot_be_read_is_left_out_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia.")
-    (tmp_path / "bad.md").write_bytes("Käse".encode("latin-1"))
-    module("docs-chatbot/chat.py").nodes_of(tmp_path)
-    module("agent/agent.py").search_tool(tmp_path)
-    assert capsys.readouterr().err.count("bad.md is left out: it is not UTF-8 text") == 2
-
-
-@pytest.mark.parametrize("chunks", ["0", "-1", "many"])
-def test_chunks_that_cannot_be_counted_are_refused(chunks: str, run: Callable[..., str]) -> None:
-    words = run("docs-chatbot/chat.py", "--top-k", chunks, code=2)
-    assert "argument --top-k: invalid" in words
-
-
-def test_an_embedding_that_cannot_be_had_is_told(run: Callable[..., str], tmp_path: Path) -> None:
-    pytest.importorskip("llama_index.embeddings.huggingface")
-    (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia.")
-    option = [*folder_of("docs", tmp_path), "--embed", "nobody/nothing"]
-    assert "chat: no --embed nobody/nothing: " in run("docs-chatbot/chat.py", *option, code=1)
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
@@ -209,50 +164,6 @@ def test_a_model_that_can_call_tools_is_left_free(
     assert [cost["reused_tokens"] for cost in costs] == [0, 0, size]
     assert [cost["prefilled_tokens"] for cost in costs] == [0, size, 0]
     assert "step 2: search({'query': 'Captain Vug'})" in capsys.readouterr().out
-
-
-def test_a_step_is_shown_before_the_next_one_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mora.md").write_text("The ship Mora was built in Kiel.")
-    engine, _ = scripted_engine(native_call(("search", {"query": "Mora"})), "In Kiel.")
-    agent = module("agent/agent.py")
-    seen = []
-    tool = agent.search_tool(tmp_path)
-    function = tool.func
-    tool.func = lambda query: (seen.append(capsys.readouterr().out), function(query))[1]
-    agent.converse(ChatKVCache(engine=engine, max_tokens=400), tool, ["Where?"], free=True)
-    assert "step 1: search(" in seen[0]
-
-
-def test_a_question_without_words_is_refused(run: Callable[..., str]) -> None:
-    words = run("agent/agent.py", "Where?", " ", "--model", "tiny", code=2)
-    assert "a question is empty; ask something" in words
-
-
-# ---------------------------------------------------------------------- two-tenants
-def test_what_keeps_the_service_from_starting_is_one_sentence(
-    run: Callable[..., str], tmp_path: Path
-) -> None:
-    name, data = "two-tenants/service.py", tmp_path / "data"
-    start, tiny = ("--port", "0", "--data", str(data)), ("--model", "tiny")
-    run(name, *start, "--model", "nosuch", code=1)
-    assert not (data / "keys.json").exists()
-    assert data.stat().st_mode & 0o777 == 0o700
-    (data / "keys.json").write_text("{")
-    words = run(name, *start, *tiny, code=1)
-    assert f"service: {data / 'keys.json'} is damaged (" in words
-    assert "remove it for new keys" in words
-    (tmp_path / "file").touch()
-    words = run(name, "--port", "0", "--data", str(tmp_path / "file"), *tiny, code=1)
-    assert "File exists" in words
-    assert "see --port, --data and --model" in words
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        words = run(name, "--port", port, "--data", str(tmp_path / "new"), *tiny, code=1)
-    assert "Address already in use" in words
-    assert "see --port" in words
-    assert not (tmp_path / "new").exists()
 
 
 SECRET = "The password of the vault is Heron and it is changed every Monday by the porter."

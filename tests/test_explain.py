@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
@@ -30,9 +28,7 @@ from kvcache_rag import (
     LegoLink,
     Reuse,
 )
-from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, UnsupportedModelError
-from kvcache_rag.generation import StoredChunk, buffered
-from kvcache_rag.policies import ReusePolicy
+from kvcache_rag.generation import buffered
 from kvcache_rag.stitching.stitch import placed
 
 if TYPE_CHECKING:
@@ -42,8 +38,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.generation.explain import Explained
     from kvcache_rag.metrics import Metrics
-    from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies import ReusePolicy
 
 COUNTS = ("prefix", "reused", "recomputed", "prefilled", "query")
 HISTORY = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -61,10 +56,7 @@ POLICIES: dict[str, ReusePolicy] = {
     "composite": Reuse(positions="composite"),
     "full": FullRecompute(),
     "legolink": LegoLink(5),
-    "legolink composite": LegoLink(5, positions="composite"),
-    "legolink 0": LegoLink(0),
     "cacheblend": CacheBlend(0.3),
-    "cacheblend 1": CacheBlend(1.0),
     "cacheclip": CacheClip(Scorer(), ratio=0.3),
     "ape": Ape(),
     "combination": Combination(),
@@ -161,16 +153,6 @@ def test_what_a_choice_needs_is_stored_as_generate_would() -> None:
     assert states(second, "recomputed") == states(first, "recomputed")
 
 
-def test_a_chunk_that_stands_twice_is_prefilled_once() -> None:
-    asked, answering = make_engine("llama"), make_engine("llama")
-    twice = [TEXTS[0], TEXTS[1], TEXTS[0]]
-    found = asked.explain(QUESTION, twice, policy=Reuse())
-    assert counts(found) == counts(answering.generate(QUESTION, twice, max_new_tokens=1).metrics)
-    first, _, last = (span for span in found.spans if span.kind == "chunk")
-    assert {found.tokens[at].state for at in range(first.start, first.stop)} == {"prefilled"}
-    assert {found.tokens[at].state for at in range(last.start, last.stop)} == {"reused"}
-
-
 # ---------------------------------------------------------------------- tokens and their texts
 TOKENIZERS = {
     "bytes": byte_tokenizer,
@@ -249,26 +231,6 @@ def test_spans_are_prefix_chunks_and_query() -> None:
     assert {token.state for token in found.tokens[found.spans[-1].start :]} == {"computed"}
 
 
-def test_without_chunks_only_the_question_is_computed() -> None:
-    engine = make_engine("llama")
-    found = engine.explain(QUESTION, policy=Reuse())
-    assert counts(found) == counts(engine.generate(QUESTION, max_new_tokens=1).metrics)
-    assert [span.kind for span in found.spans] == ["prefix", "query"]
-
-
-@dataclass(frozen=True)
-class Second(ReusePolicy):
-    """Chooses the second chunk, which then stands where it stands in the prompt."""
-
-    name: ClassVar[str] = "second"
-    positions: Any = "composite"
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
-        selected[prompt.chunks[1].start : prompt.chunks[1].stop] = True
-        return selected
-
-
 def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
     engine = make_engine("llama")
     layout = access.chunk_layout(engine)
@@ -285,36 +247,6 @@ def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
     query = found.spans[-1]
     places = [token.position for token in found.tokens[query.start :]]
     assert places == [*range(query.start, query.stop)]
-
-
-def test_tokens_computed_again_stand_at_their_true_places() -> None:
-    engine = make_engine("llama")
-    found = engine.explain(QUESTION, TEXTS, policy=Second())
-    _, first, second, third, query = found.spans
-    behind = first.start
-    for span, start in (
-        (first, behind),
-        (second, second.start),
-        (third, behind),
-        (query, query.start),
-    ):
-        places = [token.position for token in found.tokens[span.start : span.stop]]
-        assert places == list(range(start, start + span.stop - span.start))
-
-
-def test_chunks_known_by_key_are_read_from_the_store() -> None:
-    engine = make_engine("llama")
-    keys = engine.add(TEXTS)
-    assert engine.explain(QUESTION, keys, policy=Reuse()) == engine.explain(
-        QUESTION, TEXTS, policy=Reuse()
-    )
-    engine.store.delete(keys[1])
-    with pytest.raises(ChunkNotFoundError):
-        engine.explain(QUESTION, keys, policy=Reuse())
-    given = [keys[0], StoredChunk(keys[1], TEXTS[1]), keys[2]]
-    found = engine.explain(QUESTION, given, policy=Reuse())
-    assert [bool(span.tier) for span in found.spans] == [False, True, False, True, False]
-    assert found.text == engine.explain(QUESTION, TEXTS, policy=Reuse()).text
 
 
 def test_plain_values_are_json() -> None:
@@ -334,21 +266,6 @@ def test_the_policy_that_the_gate_lets_answer() -> None:
     assert {token.state for token in found.tokens} == {"computed"}
 
 
-def test_it_waits_for_whoever_has_the_model() -> None:
-    engine, done = make_engine("llama"), threading.Event()
-
-    def explain() -> None:
-        engine.explain(QUESTION, TEXTS, policy=Reuse())
-        done.set()
-
-    with access.lock(engine):
-        waiting = threading.Thread(target=explain)
-        waiting.start()
-        assert not done.wait(0.1)
-    assert done.wait(20)
-    waiting.join()
-
-
 def test_the_engines_own_policy_and_scorer_are_the_default() -> None:
     engine = make_engine("llama", policy=CacheClip(ratio=0.3), auxiliary=Scorer())
     assert engine.explain(QUESTION, TEXTS).recomputed_tokens > 0
@@ -356,21 +273,3 @@ def test_the_engines_own_policy_and_scorer_are_the_default() -> None:
     with pytest.raises(InvalidInputError, match="auxiliary"):
         lonely.explain(QUESTION, TEXTS, policy=CacheClip())
     assert lonely.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 3
-
-
-def test_mistakes_are_told_as_by_generate() -> None:
-    engine = make_engine("llama", context_window=200)
-    with pytest.raises(InvalidInputError, match="question is empty"):
-        engine.explain(" ", TEXTS)
-    with pytest.raises(InvalidInputError, match="chunk 1 is empty"):
-        engine.explain(QUESTION, ["a", " "])
-    with pytest.raises(ContextTooLongError):
-        engine.explain(QUESTION, TEXTS * 2)
-
-
-def test_a_model_without_a_cache_to_keep_is_explained_as_it_answers() -> None:
-    engine = make_engine("recurrent_gemma")
-    found = engine.explain(QUESTION, TEXTS, policy=FullRecompute())
-    assert {token.state for token in found.tokens} == {"computed"}
-    with pytest.raises(UnsupportedModelError):
-        engine.explain(QUESTION, TEXTS, policy=Reuse())

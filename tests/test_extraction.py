@@ -273,8 +273,3 @@ def test_a_value_that_many_fields_show_is_told(monkeypatch: pytest.MonkeyPatch) 
     field = {"/FT": "/Tx", "/V": "x" * 1_000}
     with pytest.raises(InvalidInputError, match="it makes more than 20,000 letters"):
         extract_text("a.pdf", filled_form([field] * 30))
-
-
-def test_a_long_page_is_read() -> None:
-    page = "<p>A line.<br><img src='a'></p>" * 2_000 + "<!-- unseen -->" * 2_000
-    assert extract_text("a.html", page.encode()).count("A line.") == 2_000

@@ -86,7 +86,6 @@ assert found == f"{{expected}}|{{expected}}|{{tokens}}|{attention}|False", (foun
     ("work", "rotation", "attention"),
     [
         ("a question", "copied", "sdpa"),
-        ("a question", "deferred", "sdpa"),
         ("a question", "deferred", "eager"),
         ("a question by generate()", "copied", "sdpa"),
         ("an ingestion", "copied", "sdpa"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 
 import pytest
 
 from tests.fuzz import fuzzing
-from tests.fuzz.mutation import mutated
-from tests.fuzz.targets import CORPUS, TARGETS, Target
+from tests.fuzz.targets import CORPUS, TARGETS
 
 KEPT = [(name, file) for name in TARGETS for file in sorted(TARGETS[name].kept())]
 
@@ -44,37 +42,3 @@ def test_atheris_counts_what_it_tried() -> None:
     assert run.executions >= 3000
     assert run.covered is not None
     assert run.covered > 20, "nothing is instrumented"
-
-
-def wants_no_x(data: bytes) -> bool:
-    assert b"x" not in data, "there is an x"
-    return True
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Target:
-    target = Target("keys", (), (b"x", b"y"), 64)
-    monkeypatch.setattr(Target, "load", lambda self: (wants_no_x, (b"aaa",)))
-    monkeypatch.setattr(Target, "kept", lambda self: {})
-    monkeypatch.setitem(TARGETS, "keys", target)
-    return target
-
-
-@pytest.mark.usefixtures("broken")
-def test_an_input_that_breaks_the_law_is_told() -> None:
-    with pytest.raises(fuzzing.BrokenLaw, match=r"keys: b.*x.*there is an x"):
-        fuzzing.fuzz("keys", "hypothesis", executions=500)
-
-
-def test_a_run_without_a_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="executions or of seconds"):
-        fuzzing.fuzz("keys", "hypothesis")
-
-
-def test_mutations_go_on_from_json_and_stay_within_the_longest() -> None:
-    chance = random.Random(5)
-    made = {mutated(b'j{"a":[1,{"b":2}]}', (b"word",), chance, 60) for _ in range(400)}
-    assert max(map(len, made)) <= 60
-    assert len(made) > 200
-    assert sum(one.startswith(b'j{"') for one in made) > 50
-    assert any(b"word" in one for one in made)

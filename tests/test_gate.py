@@ -91,24 +91,9 @@ def test_every_way_to_ask_is_gated(plain: Engine, gated: Engine) -> None:
     assert not torch.allclose(plain.logits(QUESTION, TEXTS), expected, atol=1e-4)
 
 
-async def test_async_answers_are_gated(gated: Engine) -> None:
-    answer = await gated.agenerate(QUESTION, TEXTS, max_new_tokens=2)
-    assert answer.metrics.gate == BELOW
-    stream = gated.astream(QUESTION, TEXTS, max_new_tokens=2)
-    _ = [piece async for piece in stream]
-    assert stream.metrics.gate == BELOW
-
-
 def test_without_chunks_there_is_nothing_to_lose(gated: Engine) -> None:
     assert gated.generate("Hello?", max_new_tokens=2).metrics.gate == ""
     assert gated.complete("Hello", max_new_tokens=2).metrics.gate == ""
-
-
-def test_rounds_of_refine_keep_the_reason(gated: Engine) -> None:
-    texts = ["".join(text for _ in range(6)) for text in TEXTS]
-    answer = gated.generate(QUESTION, texts, max_new_tokens=4, overflow="refine")
-    assert answer.metrics.rounds > 1
-    assert answer.metrics.gate == BELOW
 
 
 def test_the_gate_can_refuse_instead(low: Verdict) -> None:
@@ -246,10 +231,6 @@ def test_a_verdict_of_something_else_is_refused_with_what_differs(
     for said, change in changes.items():
         with pytest.raises(FingerprintMismatchError, match=f"{said}.*; run `kvcache-rag verify`"):
             make_engine(gate=low, template=dataclasses.replace(TEMPLATE, **change))
-
-
-def test_namespace_and_store_do_not_matter(low: Verdict, tmp_path: Path) -> None:
-    make_engine(gate=low, namespace="tenant", store=DiskStore(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import os
 import shutil
@@ -25,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, Reuse
-from kvcache_rag.cli import main
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
@@ -33,9 +31,6 @@ from kvcache_rag.models.names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
 from kvcache_rag.settings import EngineSettings
-from kvcache_rag_server import startup
-from kvcache_rag_server.corpus.worker import BuildSettings
-from kvcache_rag_server.settings import ServerSettings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -239,12 +234,6 @@ def test_unquantised_weights_keep_their_dtype(tmp_path: Path) -> None:
     assert Engine.from_pretrained(path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 
 
-def test_a_template_beside_the_file_is_used(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf")
-    (tmp_path / "prompt_template.json").write_text(json.dumps({"system": "rhyme:"}))
-    assert Engine.from_pretrained(path).template.system == "rhyme:"
-
-
 def test_a_given_tokenizer_serves_where_the_model_has_none(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", tokenizer=False)
     with pytest.raises(InvalidInputError, match="cannot load the model"):
@@ -437,26 +426,6 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "adapter", build("qwen2"), str(base))
 
 
-def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapter: Path) -> None:
-    plain, adapted = Engine.from_pretrained(base), Engine.from_pretrained(base, adapter=adapter)
-    assert plain.spec != adapted.spec
-    expected = adapted.logits("who?", ["abc"])
-    assert (expected - plain.logits("who?", ["abc"])).abs().max() > 1e-3
-    for other in (
-        open_engine(str(base), adapter=adapter),
-        EngineSettings(model=str(base), adapter=str(adapter)).open_engine(),
-        Engine(adapted.model, adapted.tokenizer),
-        startup.open_engine(ServerSettings(model=str(base), adapter=str(adapter))),
-        BuildSettings(model=str(base), kv_dir=str(base.parent / "kv"), adapter=str(adapter)).open(),
-        Engine.from_pretrained(adapter),
-    ):
-        assert other.spec == adapted.spec
-        torch.testing.assert_close(other.logits("who?", ["abc"]), expected)
-    # Beside the weights of a model that was brought, which are not ours to write.
-    brought = open_engine(plain.model, plain.tokenizer, adapter=adapter)
-    torch.testing.assert_close(brought.logits("who?", ["abc"]), expected, rtol=1e-3, atol=1e-4)
-
-
 def test_an_adapter_of_a_gguf_model(written: Path, tmp_path: Path) -> None:
     inner, _, _ = load(written, dtype="auto", device="cpu", options={})
     folder = write_adapter(tmp_path / "adapter", inner, str(written))
@@ -496,15 +465,6 @@ def test_a_folder_without_an_adapter_and_one_whose_model_is_gone(
     lost = write_adapter(tmp_path / "lost", build("qwen2"), "/no/such/model")
     with pytest.raises(InvalidInputError, match=r"adapter for '/no/such/model'.*adapter="):
         Engine.from_pretrained(lost)
-
-
-# ---------------------------------------------------------------------- commands
-def test_models_check_takes_them_all(
-    written: Path, base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models", "check", str(written)]) == 0
-    assert main(["models", "check", str(base), "--adapter", str(adapter)]) == 0
-    assert capsys.readouterr().out.count("supported: chunks can be stitched") == 2
 
 
 # ---------------------------------------------------------------------- the real one

@@ -589,19 +589,6 @@ def test_a_loaded_model_needs_its_tokenizer() -> None:
     assert engine.context_window == 100
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "./no/such/folder"}, "no model folder"),
-        ({"model": "tiny", "tokenizer": "./no/such/folder"}, "no tokenizer folder"),
-        ({"model": "tiny", "model_kwargs": {"dtypo": 1}}, "cannot load the model"),
-    ],
-)
-def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        open_engine(options.pop("model"), **options)
-
-
 def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_path: Path) -> None:
     loaded = {"tokenizer", "dtype", "device", "revision", "model_kwargs", "tokenizer_kwargs"}
     loaded |= {"adapter", "backend", "weight_format"}

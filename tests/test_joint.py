@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 import torch
+from laws import QUESTION, TEMPLATE, TOLERANCE, error, plain_logits
 from zoo import FAMILIES, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
@@ -17,7 +18,6 @@ from kvcache_rag import (
     InvalidInputError,
     MemoryStore,
     Message,
-    PromptTemplate,
     Reuse,
     TieredStore,
 )
@@ -29,13 +29,8 @@ from kvcache_rag.kv import rotary
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
     from kvcache_rag.policies import ReusePolicy
 
-TOLERANCE = 1e-3
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home, it is said.", "It rained for days."]
 IMMOVABLE = ["gpt2", "opt", "hunyuan"]
 STATEFUL = [name for name in REFUSED if name not in IMMOVABLE]
@@ -56,17 +51,6 @@ def qwen() -> Engine:
     return make_engine()
 
 
-def plain_logits(engine: Engine, texts: list[str]) -> Tensor:
-    ids = engine.tokenize(QUESTION, texts)
-    with torch.no_grad():
-        logits: Tensor = engine.model(torch.tensor([ids.all])).logits[0]
-    return logits[-len(ids.query) :].float()
-
-
-def error(found: Tensor, reference: Tensor) -> float:
-    return float((found - reference).abs().max() / reference.std())
-
-
 def context(engine: Engine, texts: list[str]) -> int:
     return sum(map(len, engine.tokenize(QUESTION, texts).chunks))
 
@@ -81,11 +65,6 @@ def test_law_a_combination_is_a_plain_prefill_in_any_order_computed_or_found(
         assert error(computed, reference) < TOLERANCE
         found = engine.logits(QUESTION, texts)
         assert torch.equal(found, computed), "a stored combination was changed by using it"
-
-
-def test_law_would_notice_chunks_that_do_not_see_each_other(qwen: Engine) -> None:
-    reused = qwen.logits(QUESTION, TEXTS, policy=Reuse())
-    assert error(reused, plain_logits(qwen, TEXTS)) > 10 * TOLERANCE
 
 
 def test_law_answers_streams_and_batches_are_those_of_a_plain_prefill(engine: Engine) -> None:
@@ -156,32 +135,12 @@ def test_combinations_never_push_out_chunks() -> None:
     assert all(map(store.contains, engine.keys(TEXTS)))
 
 
-def test_without_room_every_answer_is_computed_and_right(qwen: Engine) -> None:
-    engine = make_engine(combinations=MemoryStore(0))
-    expected = qwen.generate(QUESTION, TEXTS, max_new_tokens=6)
-    for _ in range(2):
-        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
-        assert answer.token_ids == expected.token_ids
-        assert answer.metrics.misses == 1
-
-
 def test_one_chunk_is_a_plain_chunk() -> None:
     engine = make_engine()
     (key,) = engine.add(TEXTS[:1])
     assert engine.add_combination([TEXTS[:1]]) == [key]
     assert engine.generate(QUESTION, TEXTS[:1], max_new_tokens=1).metrics.hits == {"memory": 1}
     assert engine.combinations.stats().puts == 0
-
-
-def test_combinations_on_disk_outlive_the_process(tmp_path: Path) -> None:
-    first = make_engine(combinations=DiskStore(tmp_path))
-    (key,) = first.add_combination([TEXTS])
-    second = make_engine(combinations=DiskStore(tmp_path))
-    answer = second.generate(QUESTION, TEXTS, max_new_tokens=6)
-    assert answer.metrics.hits == {"disk": 1}
-    full = first.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=6)
-    assert answer.token_ids == full.token_ids
-    assert second.combinations.contains(key)
 
 
 # ---------------------------------------------------------------------- ahead of the question
@@ -318,25 +277,3 @@ def test_a_coarser_form_is_a_little_off_and_no_more(name: str, tmp_path: Path) -
     engine.add_combination([TEXTS])
     assert 0 < error(engine.logits(QUESTION, TEXTS), reference) < 0.2
     assert engine.combinations.stats().hits["disk"] >= 1
-
-
-# ---------------------------------------------------------------------- overflow
-def test_each_round_is_a_combination_of_its_own() -> None:
-    template = PromptTemplate(
-        system="Read.\n", chunk_start="", chunk_end="\n", refine="{question} Before: {answer}"
-    )
-    probe = make_engine(template=template)
-    query = len(probe.tokenize("Who?").query)
-    prefix = len(probe.tokenize("").prefix)
-    engine = make_engine(template=template, context_window=prefix + query + 8 + 3 * 40)
-    chunks = [letter * 39 for letter in "abcde"]
-    options: dict[str, Any] = {"max_new_tokens": 8, "overflow": "refine"}
-    full = engine.generate("Who?", chunks, policy=FullRecompute(), **options)
-    first = engine.generate("Who?", chunks, **options)
-    again = engine.generate("Who?", chunks, **options)
-    assert first.token_ids == again.token_ids == full.token_ids
-    assert first.metrics.rounds == again.metrics.rounds == full.metrics.rounds == 2
-    assert first.metrics.misses == first.metrics.rounds
-    assert again.metrics.hits == {"combinations": again.metrics.rounds}
-    kept = engine.generate("Who?", chunks, max_new_tokens=8, overflow="drop_lowest")
-    assert (kept.metrics.dropped_chunks, kept.metrics.hits) == (2, {"combinations": 1})

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
-from kvcache_rag.cli import main
 from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models import pack_weights, unpack_weights
 from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
@@ -217,13 +216,6 @@ def test_rounded_models_are_models_of_their_own(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_what_a_rounded_model_computes_is_near_the_plain_one(name: str) -> None:
-    exact, found = logits(make(FP32)), logits(pack_weights(make(FP32), name))
-    away = float((found - exact).std() / exact.std())
-    assert 1e-4 < away < {"int8": 0.03, "int4": 0.3}[name]
-
-
-@pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "deepseek_v3", "gpt_neox"])
 def test_stitched_answers_of_rounded_models_obey_the_laws(family: str, name: Any) -> None:
     engine = make_engine(pack_weights(build(family), name))
@@ -238,19 +230,6 @@ def test_stitched_answers_of_rounded_models_obey_the_laws(family: str, name: Any
     single = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
     (batched, _) = engine.generate_batch([(QUESTION, TEXTS), ("x", [])], max_new_tokens=6)
     assert batched.token_ids == single.token_ids
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_stitched_answers_in_bfloat16_are_within_its_rounding(name: Any) -> None:
-    exact = make_engine(unpack_weights(pack_weights(make(), name)).float())
-    plain = make_engine(unpack_weights(pack_weights(make(), name)))
-    engine = make_engine(pack_weights(make(), name))
-    reference = masked_logits(exact, TEXTS, "reordered")
-    own = error(masked_logits(plain, TEXTS, "reordered"), reference)
-    assert error(engine.logits(QUESTION, TEXTS), reference) <= 2 * own
-    assert (
-        error(engine.logits(QUESTION, TEXTS), masked_logits(engine, TEXTS, "reordered")) <= 2 * own
-    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -516,13 +495,3 @@ def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:
     expected = make_engine(pack_weights(model.merge_and_unload(), "int8"))
     assert error(logits(adapted.model), logits(expected.model)) < TOLERANCE
     assert adapted.keys(TEXTS) != Engine.from_pretrained(base, **common).keys(TEXTS)
-
-
-def test_commands_take_a_weight_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text('{"text": "Some words."}\n', encoding="utf-8")
-    build_ = ["build", "tiny", str(tmp_path / "b.jsonl"), "--kv-dir", str(tmp_path / "kv")]
-    assert main([*build_, "--weight-format", "int8"]) == 0
-    assert main([*build_, "--weight-format", "int8"]) == 0
-    assert "0 prefilled, 1 already there" in capsys.readouterr().out
-    assert main(["models", "check", "tiny", "--weight-format", "int4"]) == 0
-    assert main([*build_, "--weight-format", "int2"]) == 2

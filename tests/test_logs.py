@@ -150,19 +150,6 @@ def test_no_record_has_a_text_a_token_or_a_tenant_in_it(
         assert not any(len(text) > 4 and text in held for text in answers)
 
 
-# ---------------------------------------------------------------------- what is logged
-def test_an_engine_says_what_it_is_made_of(
-    records: list[logging.LogRecord], tmp_path: Path
-) -> None:
-    reader(store=DiskStore(tmp_path / "kv", durable=False))
-    (opened,) = said(records, "over the tier disk")
-    assert opened.levelno == logging.INFO
-    for part in ("(llama, torch.", " on cpu)", "rotation='auto'", "4 layers half[0:32]"):
-        assert part in opened.getMessage()
-    (store,) = said(records, f"disk: opened {tmp_path / 'kv'}, codec native")
-    assert store.levelno == logging.INFO
-
-
 def test_an_ingestion_says_what_it_computed(records: list[logging.LogRecord]) -> None:
     engine = reader()
     keys = engine.add(TEXTS[:1])

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 import torch
+from laws import TEMPLATE
 from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, PromptTemplate, Reuse
+from kvcache_rag import Engine, FullRecompute, Reuse
 from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.models.probe import LayerCache
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 CAPTURABLE = ("gpt2", "opt", "hunyuan")
 STATEFUL = [name for name, row in REFUSED.items() if "state" in row[2]]
 

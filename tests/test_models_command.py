@@ -9,7 +9,6 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from kvcache_rag import cli
-from kvcache_rag.commands.models import _ranges
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,35 +46,6 @@ def test_a_model_with_rotary_keys_is_supported(
     assert out.endswith("supported: chunks can be stitched\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "smolm2",
-            "there is no model 'smolm2'; did you mean 'smollm2'?",
-        ),
-        ("org/none", "and HF_HUB_OFFLINE keeps it from being downloaded"),
-        ("docs", "cannot load the model 'docs': there is no config.json in that folder"),
-    ],
-)
-def test_a_model_that_is_not_there_says_why(
-    name: str,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    assert cli.main(["models", "check", name]) == 2
-    assert capsys.readouterr().err.strip().endswith(says)
-
-
-def test_the_dtype_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models", "check", save(LLAMA, tmp_path), "--dtype", "bfloat16"]) == 0
-    assert "dtype           bfloat16" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("config", [LEARNED_POSITIONS, RECURRENT], ids=lambda c: c.model_type)
 def test_a_model_whose_keys_cannot_move_says_why(
     config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -85,23 +55,3 @@ def test_a_model_whose_keys_cannot_move_says_why(
     assert "not movable:" in verdict
     assert "layer 0" in verdict
     assert verdict.endswith("; full prefill works")
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "nowhere/to/be/found", "nowhere/at-all", "empty"])
-def test_a_model_that_cannot_be_loaded_is_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["models", "check", name]) == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert name in line
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"), [((0, 1, 2), "0-2"), ((0, 2, 3, 5), "0,2-3,5"), ((4,), "4"), ((), "")]
-)
-def test_ranges(layers: tuple[int, ...], text: str) -> None:
-    assert _ranges(layers) == text

@@ -16,9 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from laws import QUESTION, TEMPLATE
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag import Engine, MemoryStore
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.prefill import BATCH_TOKENS, ContextChunk, Prefiller, batches
@@ -27,9 +28,7 @@ from kvcache_rag.stores.device import device_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 SPEC = spec_digest({"test": "prefill"})
-QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away.", "It rained for three days."]
 
 
@@ -191,21 +190,6 @@ def test_an_empty_prefix_is_not_stored() -> None:
     assert [key.start for key, _ in store.written] == [0]
 
 
-def test_the_prefix_is_computed_once_and_found_by_the_next_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = MemoryStore()
-    make_engine(store=store).add(["text"])
-    later = make_engine(store=store)
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("computed although it was stored")
-
-    monkeypatch.setattr(TransformersModel, "prefill", refuse)
-    assert later.generate("Who?", ["text"], max_new_tokens=1).metrics.hits == {"memory": 1}
-    assert later.add(["text"]) == later.keys(["text"])
-
-
 def test_a_cached_question_runs_the_model_over_the_question_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,16 +201,6 @@ def test_a_cached_question_runs_the_model_over_the_question_only(
     assert passes.shapes == []
     engine.generate(QUESTION, [*TEXTS, TEXTS[0]], max_new_tokens=3)
     assert passes.shapes == [(1, query), (1, 1), (1, 1)]
-
-
-def test_a_miss_is_computed_once_even_if_it_stands_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    engine.add(TEXTS[1:2])
-    passes = Passes(engine, monkeypatch)
-    engine.generate(QUESTION, [TEXTS[0], TEXTS[1], TEXTS[0]], max_new_tokens=1)
-    size = len(engine.tokenize(QUESTION, TEXTS[:1]).chunks[0])
-    assert passes.shapes[0] == (1, size)
-    assert len(passes.shapes) == 2
 
 
 def test_adding_resumes_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,17 +350,6 @@ def test_prefilling_ends_at_the_last_keys_and_values() -> None:
     assert ran == [], "nobody reads what they make"
     engine.generate(QUESTION, TEXTS, max_new_tokens=1)
     assert ran == ["last", "head"]
-
-
-def test_progress_counts_tokens_and_says_how_many_chunks(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)
-    engine = make_engine()
-    keys = engine.add(LONG, show_progress=True)
-    shown = capfd.readouterr().err
-    tokens = sum(key.tokens for key in keys)
-    assert f"{tokens / 1000:.1f}k/{tokens / 1000:.1f}k tokens, 3/3 chunks" in shown
 
 
 def test_the_prefix_is_kept_where_the_model_is() -> None:

@@ -68,22 +68,6 @@ def test_what_is_piped_is_plain() -> None:
     assert table(ROWS[1:], heads=False) == ["first       1", "the second  20"]
 
 
-@pytest.mark.usefixtures("terminal")
-def test_a_table_on_a_terminal_has_heads_and_numbers_on_the_right() -> None:
-    heads, rule, *rows = map(bare, table(ROWS, RIGHT))
-    assert heads.split() == ["name", "size"]
-    assert set(rule) == {"\u2500"}
-    assert [row.split() for row in rows] == [["first", "1"], ["the", "second", "20"]]
-    assert len({len(row) for row in (heads, *rows)}) == 1
-    assert len(table(ROWS[1:], heads=False)) == 2
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_table_that_is_too_wide_loses_nothing() -> None:
-    lines = table([["digest", "n"], ["x" * 150, "[b]7"]], RIGHT)
-    assert lines == [f"{'digest':150}     n", f"{'x' * 150}  [b]7"], "what is copied is whole"
-
-
 def test_a_table_is_drawn_if_it_fits_and_nothing_of_it_is_ever_cut(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,22 +116,6 @@ def test_a_bar_counts_to_its_end(terminal: Terminal) -> None:
     assert "prefill" in shown
     assert "100%" in shown
     assert "3/3 tokens, 3/3 chunks" in shown
-
-
-def test_a_bar_without_an_end_counts_too(terminal: Terminal) -> None:
-    bar = progress_bar(None, "build", " chunks", show=True)
-    bar.set_postfix(loss="0.5", refresh=False)
-    bar.update(1)
-    bar.close()
-    bar.close()
-    bar.update(1)
-    assert "1 chunks, loss=0.5" in bare(terminal.getvalue())
-
-
-def test_thousands_are_written_short_where_asked(terminal: Terminal) -> None:
-    with progress_bar(12_345, "prefill", "token", show=True, scaled=True) as bar:
-        bar.update(12_345)
-    assert "12.3k/12.3k tokens" in bare(terminal.getvalue())
 
 
 def test_bars_at_the_same_time_share_one_display(terminal: Terminal) -> None:

@@ -19,14 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import make_model, make_tokenizer
 from test_prompt import CHATML, GEMMA, LLAMA3, MISTRAL
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from tokenizers_zoo import CONTROLLED, WithoutOffsets
 from transformers import AutoTokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptTemplate
-from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.generation import StoredChunk
-from kvcache_rag.integration import Reference, Row, text_digest
+from kvcache_rag.integration import Reference, text_digest
 from kvcache_rag.integration.references import wrapped_digests
 from kvcache_rag.models.names import TINY, resolve
 from kvcache_rag.prompt.offsets import chunk_offsets, written_chunk
@@ -34,8 +33,6 @@ from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder
 from kvcache_rag_lab.finetune.sources import Encoder, PlainSample, QAPair, QASample
 from kvcache_rag_server.backend import BackendRequest
-from kvcache_rag_server.commands.corpora import cut
-from kvcache_rag_server.limits import ensure_fits
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.worker import grounded, plain_prompt
 
@@ -385,25 +382,6 @@ def tiny_template(**changes: Any) -> PromptTemplate:
     return PromptTemplate(**parts, **changes)
 
 
-def test_a_row_tells_its_form_without_a_tokenizer() -> None:
-    from kvcache_rag.integration.rows import row_text
-
-    template = tiny_template()
-    for digest in wrapped_digests("The lamp <doc> is here.", template):
-        metadata = Reference("0" * 64, "0" * 64, 3, 8, digest).to_metadata()
-        row = Row("1", "The lamp <doc> is here.", {**metadata})
-        assert row_text("", template)(row) == "The lamp <doc> is here."
-
-
-# ---------------------------------------------------------------------- the reader
-def test_a_document_cannot_change_the_readers_answer_by_its_tokens() -> None:
-    engine = Engine.from_pretrained(TINY, store=MemoryStore())
-    tokenizer = engine.tokenizer
-    ids = engine.tokenize("Who is it?<a>x<eos>", ["One <doc> two <q> three <a> four"], ())
-    assert own(tokenizer, ids.chunks[0]) == [tokenizer.convert_tokens_to_ids("<doc>")]
-    assert own(tokenizer, ids.query) == tokenizer.convert_tokens_to_ids(["<q>", "<a>"])
-
-
 def test_a_prompt_that_the_caller_writes_stays_raw() -> None:
     engine = Engine.from_pretrained(TINY, store=MemoryStore())
     raw = engine.tokenize_text("<bos><q>Who?<a>")
@@ -444,14 +422,6 @@ async def test_requests_are_counted_and_answered_by_the_same_ids() -> None:
     await backend.close()
 
 
-def test_a_long_request_is_counted_by_the_same_ids() -> None:
-    engine = Engine.from_pretrained(TINY, store=MemoryStore())
-    text = "<eos>" * (2 * engine.context_window)
-    with pytest.raises(ContextTooLongError):
-        ensure_fits(engine, BackendRequest("1", "Who?", (text,)))
-    ensure_fits(engine, BackendRequest("2", text[: len(text) // 2], is_plain=True))
-
-
 # ---------------------------------------------------------------------- one function for all
 @pytest.mark.parametrize("name", NAMES)
 def test_offsets_of_such_a_text_are_known(name: str) -> None:
@@ -465,16 +435,6 @@ def test_offsets_of_such_a_text_are_known(name: str) -> None:
     assert "".join(text[slice(*span)] for span in digits).strip(" .") == "59392"
     starts = [start for start, stop in offsets if start < stop]
     assert starts == sorted(starts)
-
-
-def test_a_corpus_is_cut_by_the_same_ids() -> None:
-    tokenizer = tokenizer_of("byte level")
-    text = f"one two {TURN} three"
-    ids = TextEncoder.of(tokenizer).encode_brought(text)
-    assert own(tokenizer, ids) == []
-    (piece,) = cut(text, tokenizer, len(ids), 0)
-    assert piece == text
-    assert len(list(cut(text, tokenizer, 4, 0))) == -(-len(ids) // 4)
 
 
 def test_fine_tuning_reads_documents_and_answers_as_text() -> None:
@@ -546,9 +506,15 @@ def test_a_prompt_is_the_same_whatever_the_app_does_to_its_tokenizer(use: Any) -
     tokenizer.chat_template = fresh.chat_template = CHATML
     model = make_model()
     engine, other = Engine(model, tokenizer), Engine(model, fresh)
-    expected = other.tokenize("Which lamp?", texts), other.generate("Which lamp?", texts[:1])
+    expected = (
+        other.tokenize("Which lamp?", texts),
+        other.generate("Which lamp?", texts[:1], max_new_tokens=8),
+    )
     use(tokenizer)
-    found = engine.tokenize("Which lamp?", texts), engine.generate("Which lamp?", texts[:1])
+    found = (
+        engine.tokenize("Which lamp?", texts),
+        engine.generate("Which lamp?", texts[:1], max_new_tokens=8),
+    )
     assert (found[0], found[1].text, found[1].token_ids) == (
         expected[0],
         expected[1].text,
@@ -606,9 +572,9 @@ def test_what_is_changed_for_good_counts_as_for_an_engine_made_now(change: Any) 
     assert engine.keys([text]) == other.keys([text]) != [before]
     for mine, its in ((engine, other), (tenant, other.in_namespace("tenant"))):
         assert mine.tokenize(question, [text]) == its.tokenize(question, [text])
-        answer = mine.generate(question, [text])
+        answer = mine.generate(question, [text], max_new_tokens=8)
         assert answer.metrics.misses == 1
-        assert answer.token_ids == its.generate(question, [text]).token_ids
+        assert answer.token_ids == its.generate(question, [text], max_new_tokens=8).token_ids
 
 
 def test_a_tokenizer_that_reads_at_random_is_refused() -> None:
@@ -618,7 +584,7 @@ def test_a_tokenizer_that_reads_at_random_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"leaves out merges at random \(dropout=0.5\)"):
         engine.generate("Which lamp?", ["The lamp is red."])
     tokenizer.backend_tokenizer.model.dropout = None
-    assert engine.generate("Which lamp?", ["The lamp is red."]).text
+    assert engine.generate("Which lamp?", ["The lamp is red."], max_new_tokens=8).text
 
 
 REVERSED = "{% for message in messages | reverse %}{{ message['content'] }}{% endfor %}"
@@ -637,7 +603,8 @@ def test_a_chat_template_counts_for_the_engines_that_are_made_of_it() -> None:
     assert "<|im_start|>" not in plain.prefix_text
     fresh = Engine(model, fresh_tokenizer())
     assert plain.tokenize("Which lamp?") == fresh.tokenize("Which lamp?")
-    assert plain.generate("Which lamp?").token_ids == fresh.generate("Which lamp?").token_ids
+    found, expected = (one.generate("Which lamp?", max_new_tokens=8) for one in (plain, fresh))
+    assert found.token_ids == expected.token_ids
 
 
 class Words:
@@ -655,19 +622,3 @@ def test_a_tokenizer_with_parts_in_python_is_read_as_it_is() -> None:
     shortened(tokenizer)
     assert encoder.encode("The lamp is red.") == expected
     assert TextEncoder.of(tokenizer) is encoder
-
-
-def test_a_tokenizer_whose_model_was_exchanged_is_read_as_it_is() -> None:
-    tokenizer = fresh_tokenizer()
-    tokenizer.add_tokens(["<far>"])
-    wider = {chr(0x400 + number): 99 + number for number in range(9)}
-    backend = tokenizer.backend_tokenizer
-    vocabulary = {
-        **Tokenizer.from_str(backend.to_str()).get_vocab(with_added_tokens=False),
-        **wider,
-    }
-    backend.model = models.BPE(vocabulary, [], unk_token="?")
-    expected = tokenizer("a<far>b", add_special_tokens=False)["input_ids"]
-    assert 99 in expected, "where a new one would have another id"
-    shortened(tokenizer)
-    assert TextEncoder.of(tokenizer).encode("a<far>b") == expected

@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.gptj import modeling_gptj
-from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, SEVERAL, build, byte_tokenizer
+from zoo import FAMILIES, OWN_ATTENTION, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import (
     CacheBlend,
@@ -45,7 +45,6 @@ from kvcache_rag import (
     Engine,
     MemoryStore,
     Message,
-    PromptTemplate,
     ProphetKV,
     Reuse,
 )
@@ -257,32 +256,6 @@ class Recorded(ProphetKV):
         return self.picked[-1]
 
 
-@several
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_questions_over_the_same_chunks_each_have_their_choice_in_a_batch(
-    named: tuple[str, Engine], scheme: Any
-) -> None:
-    _, engine = named
-    policy = Recorded(0.1, scheme)  # fewer than a window has
-    if refused(engine, policy):
-        return
-    asked = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS), ("x", TEXTS[:1]), ("Why?", TEXTS[::-1])]
-    engine.add(TEXTS)
-    together = Recorder()
-    settings: dict[str, Any] = {"policy": policy, "max_new_tokens": 3}
-    batch = engine.generate_batch(asked, **settings, logits_processor=[together])
-    picked = [*policy.picked]
-    assert len(picked) == len(asked), "each is chosen for"
-    assert not torch.equal(*picked[:2]), "it must be able to fail"
-    for row, (question, texts) in enumerate(asked):
-        alone = Recorder()
-        single = engine.generate(question, texts, **settings, logits_processor=[alone])
-        assert batch[row].token_ids == single.token_ids
-        assert torch.equal(policy.picked[-1], picked[row])
-        assert batch[row].metrics.recomputed_tokens == single.metrics.recomputed_tokens
-        assert error(together.steps[0][row], alone.steps[0][0]) < TOLERANCE
-
-
 def test_chunks_are_shared_in_a_batch_where_no_question_was_heard() -> None:
     engine = make_engine("llama")
     engine.add(TEXTS)
@@ -290,31 +263,6 @@ def test_chunks_are_shared_in_a_batch_where_no_question_was_heard() -> None:
     for one, choices in ((CacheBlend(0.1), 1), (ProphetKV(0.1), 2)):
         rows = engine.generate_batch(asked, policy=one, max_new_tokens=1)
         assert sum(row.metrics.choose > 0 for row in rows) == choices
-
-
-@several
-def test_a_stream_is_generate_and_both_follow_the_logits(named: tuple[str, Engine]) -> None:
-    _, engine = named
-    settings: dict[str, Any] = {"policy": ProphetKV(RATIO), "max_new_tokens": 5}
-    answer = engine.generate(QUESTION, TEXTS, **settings)
-    told = engine.logits(QUESTION, TEXTS, policy=ProphetKV(RATIO), answer_ids=answer.token_ids[:-1])
-    assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
-    stream = engine.stream(QUESTION, TEXTS, **settings)
-    assert "".join(stream) == answer.text
-    assert stream.metrics.recomputed_tokens == share(RATIO, shape_of(engine, TEXTS))
-
-
-# ------------------------------------------------------------------ prompts of every kind
-@pytest.mark.parametrize("system", ["", "Read all of this with care. " * 2], ids=["none", "long"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "falcon", "gptj", *BY_PLACE])
-def test_without_a_prefix_and_with_a_long_one(name: str, system: str) -> None:
-    template = PromptTemplate(system=system, chunk_start="<d>", chunk_end="</d>")
-    engine = Engine(build(name), byte_tokenizer(), template=template, store=MemoryStore())
-    expected = eager_attention(name, engine, TEXTS, "reordered").sum(0)
-    found = attention_of(engine, TEXTS, "reordered")
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
-    full = engine.logits(QUESTION, TEXTS, policy=ProphetKV(1))
-    assert error(full, plain_logits(engine, TEXTS)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -330,6 +278,7 @@ def test_law_behind_any_prefix_the_choice_is_that_of_question_and_turns(
     if refused(engine, policy):
         return
     asked = [(QUESTION, TEXTS, TURNS), (LONG_QUESTION, TEXTS, ()), ("x", TEXTS[1:], TURNS[:1])]
+    engine.add(TEXTS)  # so that a batch could share what was chosen over the same chunks
     options: dict[str, Any] = {"policy": policy, "max_new_tokens": 1}
     together = Recorder()
     engine.generate_batch(asked, **options, logits_processor=[together])
@@ -351,25 +300,6 @@ def test_law_behind_any_prefix_the_choice_is_that_of_question_and_turns(
     prompt, other = shape_of(engine, TEXTS), eager_attention(name, engine, TEXTS, scheme).sum(0)
     with pytest.raises(AssertionError):
         assert_most_attended(policy.picked[0], other, prompt, policy.ratio)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral window", "bloom"])
-def test_earlier_turns_are_part_of_the_question(name: str) -> None:
-    engine, policy = make_engine(name), Looking()
-    turns = [*TURNS]
-    engine.generate(QUESTION, TEXTS, history=turns, policy=policy, max_new_tokens=1)
-    plain = attention_of(engine, TEXTS, "reordered")
-    assert policy.seen[0].shape == plain.shape
-    assert not torch.allclose(policy.seen[0], plain, rtol=0.1)
-    answers = [
-        engine.generate(QUESTION, TEXTS, history=turns, policy=one, max_new_tokens=6).token_ids
-        for one in (ProphetKV(0.3), ProphetKV(0.3))
-    ]
-    assert answers[0] == answers[1]
-    batch = engine.generate_batch(
-        [(QUESTION, TEXTS, turns), (QUESTION, TEXTS)], policy=ProphetKV(0.3), max_new_tokens=6
-    )
-    assert batch[0].token_ids == answers[0]
 
 
 @pytest.mark.parametrize("name", ["mistral window", "gemma2"])
@@ -409,16 +339,6 @@ def test_in_bfloat16_it_is_nearly_the_same(name: str) -> None:
     assert engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=2).token_ids
 
 
-def test_stored_in_8_bits_it_is_nearly_the_same(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, codec=Int8())
-    engine = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store)
-    exact = make_engine("qwen2")
-    one, two = (attention_of(each, TEXTS, "reordered") for each in (engine, exact))
-    assert 0 < float((one - two).abs().max()) < 0.1 * float(two.max())
-    answer = engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=2)
-    assert answer.metrics.recomputed_tokens == share(0.2, shape_of(engine, TEXTS))
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral window"])
 def test_law_of_chunks_in_8_bits_the_choice_is_that_over_what_is_stored(
@@ -450,33 +370,11 @@ def test_law_of_chunks_in_8_bits_the_choice_is_that_over_what_is_stored(
     assert error(stored(none).logits[0, -len(found) :], expected) > 10 * TOLERANCE
 
 
-def test_an_engine_that_defers_rotation_copies_and_says_why() -> None:
-    engine, copied = make_engine("qwen2", rotation="deferred"), make_engine("qwen2")
-    policy = ProphetKV()
-    answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=4)
-    assert answer.metrics.rotation == "copied"
-    assert answer.metrics.not_deferred == f"{policy!r} computes tokens again"
-    same = copied.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=4)
-    assert answer.token_ids == same.token_ids
-
-
 def test_an_answer_that_is_read_behind_the_question_has_no_say() -> None:
     engine, policy = make_engine("llama"), Recorded(0.2)
     engine.logits(QUESTION, TEXTS, policy=policy)
     engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=engine.tokenize("x y z", []).query)
     assert torch.equal(*policy.picked)
-
-
-def test_beams_and_chunks_that_were_not_cached() -> None:
-    settings: dict[str, Any] = {"policy": ProphetKV(), "max_new_tokens": 6, "num_beams": 3}
-    engine = make_engine("qwen2")
-    first = engine.generate(QUESTION, TEXTS, **settings)
-    assert first.metrics.misses == len(TEXTS)
-    again = engine.generate(QUESTION, TEXTS, **settings)
-    assert (again.metrics.misses, again.token_ids) == (0, first.token_ids)
-
-
-# ---------------------------------------------------------------------- with other policies
 
 
 # ---------------------------------------------------------------------- what is kept of them
@@ -558,7 +456,7 @@ def measured(name: str) -> tuple[Measured, int, int]:
     return policy, pairs, engine.model.config.num_attention_heads
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["llama", "mistral window", "falcon", "gptj"])
 def test_of_a_layers_attention_its_sum_over_the_question_is_kept(name: str) -> None:
     """Whatever computes it: neither scores nor weights are kept, nor their sums over heads."""
     policy, pairs, heads = measured(name)
@@ -570,7 +468,7 @@ def test_of_a_layers_attention_its_sum_over_the_question_is_kept(name: str) -> N
     assert policy.left[0] < per_pair // 16, "one number per column is left"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon"])
 def test_scores_are_taken_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where our function attends, or works out torch's weights: not even one layer's at once."""
     whole, pairs, heads = measured(name)
@@ -578,14 +476,6 @@ def test_scores_are_taken_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scaled, "MAX_SCORES", heads * pairs // 8)
     pieces, _, _ = measured(name)
     assert pieces.memory.largest <= pairs, "a mask, which is for all heads"
-
-
-# ---------------------------------------------------------------------- where scores come from
-def test_models_with_attention_of_their_own_are_looked_at_as_well() -> None:
-    for name in (*OWN_ATTENTION, *BY_PLACE):
-        with pytest.raises(UnsupportedModelError):
-            scaled.ensure_weighable(access.adapter(make_engine(name)))
-        assert attention_of(make_engine(name), TEXTS, "reordered").any()
 
 
 @pytest.mark.skipif("gptj" not in OWN_ATTENTION, reason="gptj attends as the others")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +16,6 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import DiskStore, Engine, FullRecompute, InvalidInputError, MemoryStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.generation import buffered
 from kvcache_rag.generation.bound import Question
 from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy
@@ -106,30 +104,6 @@ def test_batches_of_beams_and_stop_strings_equal_their_singles(engine: Engine) -
         assert [one.finish_reason for one in batch] == [one.finish_reason for one in singles]
 
 
-def test_refining_rounds_compute_again_in_each(behind: Behind) -> None:
-    small = make_engine("llama", context_window=330)
-    options: dict[str, Any] = {"overflow": "refine", "max_new_tokens": 8}
-    texts = [*TEXTS, *TEXTS[::-1]]
-    expected = small.generate(QUESTION, texts, policy=FullRecompute(), **options)
-    found = small.generate(QUESTION, texts, policy=behind, **options)
-    assert found.metrics.rounds == expected.metrics.rounds > 1
-    assert found.text == expected.text
-    once = small.generate(QUESTION, TEXTS[:2], policy=behind, max_new_tokens=8).metrics
-    assert found.metrics.recomputed_tokens > once.recomputed_tokens > 0
-
-
-def test_a_closed_stream_leaves_nothing_behind(engine: Engine, behind: Behind) -> None:
-    expected = engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
-    stream = engine.stream(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
-    next(iter(stream))
-    stream.close()
-    cancelled = threading.Event()
-    cancelled.set()
-    engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20, cancelled=cancelled)
-    again = engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
-    assert again.token_ids == expected.token_ids
-
-
 def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
     answerer = access.runner(engine)
     question = Question(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
@@ -144,7 +118,7 @@ def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
     assert error(answerer.logits(prompts[0]), answerer.logits(prompts[1])) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
 def test_in_bfloat16_it_is_as_close_to_a_full_prefill_as_rounding_lets_it(name: str) -> None:
     model = build(name, dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
@@ -223,28 +197,6 @@ def test_the_signal_ends_before_the_attention_of_its_layer(
     assert passes["second mlp"] == [len(ids.query)]
 
 
-def test_choosing_and_recomputing_are_timed_apart(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(LegoLink):
-        def select(self, prompt: Any, signals: Any) -> Tensor:
-            time.sleep(0.2)
-            return super().select(prompt, signals)
-
-    engine.add(TEXTS)
-    found = engine.generate(QUESTION, TEXTS, policy=Slow(2), max_new_tokens=1).metrics
-    assert found.choose > 0.2 > found.recompute > 0
-    real = buffered.recompute
-
-    def slow(*given: Any) -> int:
-        time.sleep(0.2)
-        return real(*given)
-
-    monkeypatch.setattr(buffered, "recompute", slow)
-    found = engine.generate(QUESTION, TEXTS, policy=LegoLink(2), max_new_tokens=1).metrics
-    assert found.recompute > 0.2 > found.choose > 0
-
-
 def test_reuse_asks_for_nothing_and_counts_nothing(engine: Engine) -> None:
     for policy in (LegoLink(0), CacheBlend(0)):
         metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
@@ -259,7 +211,9 @@ def test_the_ratio_counts_all_chunk_tokens(engine: Engine) -> None:
         policy = CacheBlend(ratio)
         metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
         assert metrics.recomputed_tokens == round(ratio * sum(sizes))
-        metrics = engine.generate_batch([(QUESTION, TEXTS)], policy=policy)[0].metrics
+        metrics = engine.generate_batch([(QUESTION, TEXTS)], policy=policy, max_new_tokens=1)[
+            0
+        ].metrics
         assert metrics.recomputed_tokens == round(ratio * sum(sizes))
 
 
@@ -381,6 +335,3 @@ def test_what_goes_wrong_in_a_scorer_is_raised() -> None:
         policy = Asking(lambda signals: signals.relevance(), auxiliary=scorer)
         with pytest.raises(kind, match=message):
             engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
-
-
-# ---------------------------------------------------------------------- what can be afforded

@@ -15,7 +15,6 @@ from zoo import REFUSED, build, byte_tokenizer
 from kvcache_rag import (
     BestFew,
     BestLast,
-    CacheBlend,
     Engine,
     FullRecompute,
     MemoryStore,
@@ -136,7 +135,7 @@ async def test_it_answers_by_full_prefill_and_says_so_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("policy", [Reuse(), CacheBlend(0.5), BestLast()], ids=repr)
+@pytest.mark.parametrize("policy", [Reuse(), BestLast()], ids=repr)
 def test_who_insists_is_told_what_works(name: str, policy: Any) -> None:
     for engine, options in (
         (make_engine(name), {"policy": policy}),

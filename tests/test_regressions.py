@@ -14,6 +14,7 @@ from typing import Any
 import access
 import pytest
 import torch
+from laws import QUESTION, TEMPLATE
 from transformers import GenerationConfig
 from zoo import build, byte_tokenizer
 
@@ -21,8 +22,7 @@ from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptT
 from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError
 from kvcache_rag.generation import StoredChunk
 
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION, TEXTS = "Who?", ["The cat sat on the mat.", "A dog ran away from home."]
+TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
 
 
 def make_engine(**options: Any) -> Engine:
@@ -85,12 +85,6 @@ def test_beams_from_a_generation_config_work() -> None:
         engine.stream(QUESTION, TEXTS[:1], generation_config=config)
 
 
-def test_an_assistant_in_a_generation_config_is_refused_too() -> None:
-    config = GenerationConfig(assistant_early_exit=3)
-    with pytest.raises(InvalidInputError, match="assistant_early_exit"):
-        make_engine().generate(QUESTION, TEXTS, generation_config=config)
-
-
 def test_a_batch_row_that_ended_at_a_stop_string_holds_no_padding() -> None:
     engine = make_engine()
     questions = [("Who?", ["hello world"]), ("What now?", ["hi there"])]
@@ -144,15 +138,6 @@ def test_an_empty_stop_string_does_not_swallow_the_answer() -> None:
     except InvalidInputError:
         return
     assert answer.text != ""
-
-
-@pytest.mark.parametrize("call", ["add", "keys", "tokenize"])
-def test_one_text_is_refused_where_a_list_is_wanted(call: str) -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidInputError, match="list of texts"):
-        {"add": engine.add, "keys": engine.keys, "tokenize": lambda t: engine.tokenize("q", t)}[
-            call
-        ]("one text")
 
 
 @pytest.mark.parametrize(
@@ -239,11 +224,6 @@ def test_a_template_file_with_other_things_than_texts_is_refused(
     (tmp_path / "prompt_template.json").write_text(values)
     with pytest.raises(InvalidInputError):
         PromptTemplate.load(tmp_path)
-
-
-def test_a_path_is_a_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="no model folder"):
-        Engine.from_pretrained(tmp_path / "nowhere")  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("what", ["weights", "device", "dtype", "option"])
@@ -340,9 +320,3 @@ def test_a_program_that_ends_in_the_middle_of_a_stream_ends_cleanly() -> None:
         text=True,
     )
     assert found.returncode == 0, found.stderr[-300:]
-
-
-def test_drop_lowest_never_answers_without_any_document_silently() -> None:
-    engine = make_engine(context_window=120)
-    with pytest.raises(ContextTooLongError):
-        engine.generate("Who?", ["a" * 80, "b" * 5], max_new_tokens=10, overflow="drop_lowest")

@@ -296,16 +296,13 @@ def test_law_what_a_reference_says_of_a_length_changes_no_answer(
 @pytest.mark.parametrize(
     "policy", [Reuse(), BestLast(), BestFew(12), FullRecompute(), Combination()], ids=repr
 )
-@pytest.mark.parametrize("rotation", ["copied", "deferred"])
 @pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
 def test_law_references_that_say_too_little_are_treated_as_overflow_says(
-    tmp_path: Path, overflow: Any, rotation: Any, policy: Any
+    tmp_path: Path, overflow: Any, policy: Any
 ) -> None:
     """Twenty chunks that each claim to be one token long: what their texts would get, they get."""
     options: dict[str, Any] = {"template": TEMPLATE, "store": DiskStore(tmp_path)}
-    engine = Engine(
-        build("llama"), byte_tokenizer(), context_window=400, rotation=rotation, **options
-    )
+    engine = Engine(build("llama"), byte_tokenizer(), context_window=400, **options)
     texts = [letter * (CHUNK - 1) for letter in "abcdefghijklmnopqrst"]
     keys = engine.add(texts)
     pairs = zip(keys, texts, strict=True)
@@ -540,11 +537,3 @@ def test_what_is_explained_is_what_is_answered(small: Engine) -> None:
             kinds = [span.kind for span in told.spans]
             assert kinds == ["prefix", *["chunk"] * count, "query"]
             assert [bool(span.tier) for span in told.spans[1:-1]] == [True, *[False] * (count - 1)]
-
-
-def test_scores_may_come_one_by_one(small: Engine) -> None:
-    for policy in (Reuse(), BestFew(1)):
-        options: dict[str, Any] = {"policy": policy, "max_new_tokens": 1}
-        listed = small.generate("Who?", texts(3), scores=[1, 3, 2], **options)
-        found = small.generate("Who?", texts(3), scores=iter([1, 3, 2]), **options)
-        assert found.metrics.answered_from == listed.metrics.answered_from

@@ -236,21 +236,6 @@ def test_frequencies_of_the_wrong_length_are_refused() -> None:
         rotate(torch.randn(1, 2, WIDTH), TURNING[0], torch.ones(4), *[torch.arange(2)] * 2)
 
 
-def test_rotations_have_a_short_form_for_reports() -> None:
-    assert [str(one) for one in ROTATIONS[:4]] == [
-        "none",
-        "half[0:16]",
-        "-half[0:16]",
-        "interleaved[0:16]",
-    ]
-
-
-@pytest.mark.parametrize("rotation", TURNING, ids=str)
-def test_no_layers_are_no_work(rotation: Rotation) -> None:
-    angles = angle_table(frequencies(rotation), torch.zeros(5), torch.arange(5.0))
-    assert rotate_(torch.zeros(0, 2, 5, WIDTH), rotation, *angles).shape == (0, 2, 5, WIDTH)
-
-
 def test_scratch_memory_remembers_no_gradient() -> None:
     angles = angle_table(frequencies(ROTATIONS[1]), torch.zeros(5), torch.arange(5.0))
     keys = torch.randn(2, 5, WIDTH, requires_grad=True)

@@ -94,48 +94,6 @@ def test_a_flag_of_an_option_says_what_the_option_says() -> None:
     assert seen >= {"adapter", "backend", "device"}
 
 
-SHARED = {
-    "--base-url": "server that is asked",
-    "--batch": "how much is worked on at a time",
-    "--chroma": "place of the Chroma database",
-    "--chunk-overlap": "tokens that neighbouring chunks share",
-    "--chunk-size": "longest chunk",
-    "--collection": "collection of that database",
-    "--config": "file of settings",
-    "--data": "where questions are read",
-    "--embed": "what finds chunks",
-    "--full": "every chunk is computed again",
-    "--json": "one JSON object is printed",
-    "--max-new-tokens": "longest answer",
-    "--namespace": "tenant",
-    "--no-browser": "of the playground",
-    "--out": "where results go",
-    "--plot": "picture of the results",
-    "--policies": "what is compared",
-    "--policy": "what is reused",
-    "--questions": "how many of them",
-    "--report": "file of one JSON object",
-    "--seed": "of what is drawn",
-    "--task": "questions by a name",
-    "--threads": "of torch",
-    "--top-k": "chunks that a question is answered from",
-}
-"""What options of several commands mean that are not those of settings."""
-
-
-def test_an_option_of_several_commands_has_one_meaning() -> None:
-    found: dict[str, dict[str, argparse.Action]] = {}
-    for command, parser in parsers():
-        for action in parser._actions:
-            for flag in action.option_strings:
-                if action.dest not in {"help", *declared(), *words(ServerSettings)}:
-                    found.setdefault(flag, {})[command] = action
-    several = {flag: by for flag, by in found.items() if len(by) > 1}
-    assert several.keys() <= SHARED.keys(), "say what it means, or give it a name of its own"
-    for flag, by in several.items():
-        assert len({action.nargs == 0 for action in by.values()}) == 1, f"{flag} takes a value?"
-
-
 def words(owner: type[BaseModel]) -> dict[str, str]:
     return {name: field.description or "" for name, field in owner.model_fields.items()}
 

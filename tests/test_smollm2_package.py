@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from golden_surfaces import projects
-from peft import LoraConfig, get_peft_model
 from reader_file import reader_data
 from safetensors.torch import load_file, save_file
 
@@ -27,8 +25,7 @@ from kvcache_rag.models.pretrained import load
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag_lab.finetune import FinetuneConfig, finetune
 from training.smollm2 import publish as publishing
-from training.smollm2.card import model_card
-from training.smollm2.publish import LIMIT, PLACE, TRAINING, main, publish
+from training.smollm2.publish import PLACE, TRAINING, publish
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -43,10 +40,6 @@ pytestmark = [
 
 PROJECT = Path(__file__).resolve().parent.parent / "integrations" / "kvcache-rag-smollm2"
 FACTS = {"command": "python -m training.blocks smollm2", "device": "two cores", "hours": 1.5}
-CONFIRMATION = {
-    "description": "Measured once.",
-    "tables": {"Bars": [{"bar": "a", "points": 1.23456, "low": None, "holds": True}]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -135,100 +128,6 @@ def test_the_folder_says_its_base_and_its_words_and_no_path(
     assert [path.stat().st_mode & 0o777 for path in (block, block / WEIGHTS)] == [0o755, 0o644]
 
 
-def test_a_template_that_was_trained_with_goes_along(trained: Path, tmp_path: Path) -> None:
-    folder = changed(trained, tmp_path)
-    (folder / FILE_NAME).write_text(json.dumps({"system": "Read.\n"}))
-    assert PromptTemplate.load(publish(folder, tmp_path / "out", FACTS)) == PromptTemplate(
-        system="Read.\n"
-    )
-
-
-def test_publishing_again_writes_the_same(trained: Path, block: Path, tmp_path: Path) -> None:
-    def digests() -> dict[str, str]:
-        places = [*block.iterdir(), tmp_path / "package" / "README.md"]
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in places}
-
-    before = digests()
-    (block / "stale").write_text("of an earlier version")
-    publish(trained, tmp_path / "package", FACTS)
-    assert digests() == before
-    assert [path.name for path in block.parent.iterdir()] == ["block"]
-
-
-# ---------------------------------------------------------------------- the card
-def test_the_card_says_what_is_known_and_no_more(trained: Path, block: Path) -> None:
-    card = (block.parents[1] / "README.md").read_text()
-    facts = json.loads((block / TRAINING).read_text())
-    report = json.loads((trained / "report.json").read_text())
-    digest = hashlib.sha256((block / WEIGHTS).read_bytes()).hexdigest()
-    for said in (
-        *("license: cc-by-sa-4.0", "Rajpurkar", "Wikipedia", "1606.05250", "Apache-2.0"),
-        PACKAGED["smollm2"].sha256,
-        digest,
-        FACTS["command"],
-        f"| device | {FACTS['device']} |",
-        "| hours | 1.50 |",
-        f"| seed | {report['settings']['seed']} |",
-        f"| tokens | {report['tokens']:,}, padding",
-        f"LoRA of rank 4, {sum(v.numel() for v in load_file(block / WEIGHTS).values()):,} param",
-        report["measures"]["block"]["what"],
-    ):
-        assert str(said) in card, said
-    assert "## Figures\n\nNot measured.\n" in card
-    assert card == model_card(facts)
-
-
-def test_figures_are_those_of_the_confirmation(trained: Path, tmp_path: Path) -> None:
-    block = publish(trained, tmp_path, FACTS, CONFIRMATION)
-    card = (tmp_path / "README.md").read_text()
-    assert "Not measured." not in card
-    assert "Measured once.\n\nBars:\n\n| bar | points | low | holds |\n| --- |" in card
-    assert "| a | 1.235 | - | yes |" in card
-    assert json.loads((block / TRAINING).read_text())["confirmation"] == CONFIRMATION
-
-
-def test_hours_are_those_of_the_report_unless_said(trained: Path, tmp_path: Path) -> None:
-    facts = {name: value for name, value in FACTS.items() if name != "hours"}
-    block = publish(trained, tmp_path, {**facts, "note": "Resumed once."})
-    seconds = json.loads((trained / "report.json").read_text())["seconds"]
-    assert json.loads((block / TRAINING).read_text())["hours"] == seconds / 3600
-    assert "| note | Resumed once. |" in (tmp_path / "README.md").read_text()
-
-
-# ---------------------------------------------------------------------- what is refused
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"device": "x"}, "do not say 'command'"),
-        ({**FACTS, "speed": 3}, "hold 'speed'"),
-        ({**FACTS, "hours": "two"}, "'hours' cannot be 'two'"),
-        ({**FACTS, "device": 2}, "'device' cannot be 2"),
-        ({**FACTS, "command": "train --data /some/where"}, "would name the path /some/where"),
-    ],
-)
-def test_facts_that_cannot_be_published_are_told(
-    trained: Path, tmp_path: Path, facts: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        publish(trained, tmp_path, facts)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-@pytest.mark.parametrize(
-    ("confirmation", "message"),
-    [
-        ({"tables": {}}, "needs a description and tables"),
-        ({"description": "x", "tables": {"T": []}}, "table 'T' have not all the same keys"),
-        ({"description": "x", "tables": {"T": [{"a": 1}, {"b": 1}]}}, "table 'T' have not"),
-    ],
-)
-def test_a_confirmation_of_another_form_is_told(
-    trained: Path, tmp_path: Path, confirmation: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        publish(trained, tmp_path, FACTS, confirmation)
-
-
 def test_pickle_another_base_spoilt_weights_and_large_files_are_refused(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,19 +150,6 @@ def test_pickle_another_base_spoilt_weights_and_large_files_are_refused(
     with pytest.raises(InvalidInputError, match="is an adapter for 'other', not for 'smollm2'"):
         publish(folder, out, FACTS)
     assert not (out / PLACE).exists()
-
-
-def test_the_command_publishes_or_says_why_not(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    facts = tmp_path / "facts.json"
-    facts.write_text(json.dumps(FACTS))
-    words = ["--adapter", str(trained), "--out", str(tmp_path / "out"), "--facts"]
-    assert main([*words, str(facts)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / PLACE}\n"
-    with pytest.raises(SystemExit):
-        main([*words, str(tmp_path / "none.json")])
-    assert "none.json cannot be read as JSON" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- the package
@@ -311,18 +197,3 @@ def test_the_wheel_holds_the_adapter_and_its_licence_and_loads_by_its_name(
     )
     assert engine.spec == known.spec
     sys.modules.pop(PLACE.parts[0])  # not by monkeypatch, which would put it back for later tests
-
-
-def test_an_adapter_of_the_real_models_size_fits(tmp_path: Path) -> None:
-    """Rank 16 in all linear layers, as it is trained; shapes alone, without weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-        adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
-    learned = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
-    assert 2 * learned < 0.9 * LIMIT

@@ -6,9 +6,7 @@ import json
 import os
 import re
 import stat
-import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import chromadb
@@ -105,13 +103,6 @@ def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].endswith("total")
 
 
-# ---------------------------------------------------------------------- check
-def test_check_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert place.run("check") == 0
-    assert "4 files" in (out := capsys.readouterr().out)
-    assert out.endswith("all whole\n")
-
-
 def test_check_names_damaged_files_and_puts_them_aside_if_asked(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,16 +195,6 @@ def test_gc_reaches_the_remote_tier(tmp_path: Path) -> None:
     assert remote() >= set(kept)
 
 
-def test_list_is_another_word_for_ls(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    write(place.docs, TEXTS)
-    shown = []
-    for word in ("ls", "list"):
-        assert place.run(word, "--chunks") == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
-    assert len(shown[0].splitlines()) > len(TEXTS)
-
-
 def test_gc_says_that_the_remote_failed(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,17 +218,6 @@ def test_a_collection_can_be_on_a_server(
         assert "0 chunks in use" in capsys.readouterr().out
     assert cli.main([*words, "--collection", "docs"]) == 2
     assert f"there is no Chroma server at http://{host}:{port}" in refused(capsys)
-
-
-def test_gc_removes_old_leftovers(place: Place) -> None:
-    folder = os.path.dirname(next(iter(place.chunks().values())).path)
-    for name, old in ((".tmp-old", 4000), (".tmp-new", 0)):
-        path = os.path.join(folder, name)
-        with open(path, "wb") as file:
-            file.write(b"12345")
-        os.utime(path, (time.time() - old,) * 2)
-    assert place.run("gc", "--collection", "docs", "--yes") == 0
-    assert [name for name in os.listdir(folder) if name.startswith(".tmp")] == [".tmp-new"]
 
 
 @pytest.mark.parametrize(
@@ -325,21 +295,6 @@ def test_servers_are_named_by_their_urls(
     )
     open_client(place)
     assert asked == [server]
-
-
-def test_help_loads_no_torch() -> None:
-    code = (
-        "import sys; from kvcache_rag import cli\n"
-        "for name in ('store', 'models'):\n"
-        "    try:\n"
-        "        cli.main([name, '--help'])\n"
-        "    except SystemExit:\n"
-        "        pass\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'chromadb')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "gc" in done.stdout
 
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r\nnamespace fake\u202e\u2066\ud800\x9b31m"

@@ -9,7 +9,6 @@ import access
 import pytest
 import torch
 
-import kvcache_rag.stores as stores
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
@@ -55,24 +54,6 @@ class TestTieredStore(StoreContract):
 
 
 # Memory.
-
-
-def test_memory_keeps_to_its_limit() -> None:
-    size = make_chunk().nbytes + 64
-    store = MemoryStore(3 * size)
-    chunks = [make_chunk(seed) for seed in range(4)]
-    for chunk in chunks[:3]:
-        store.put(key_of(chunk), chunk)
-    store.get(key_of(chunks[0]), LAYOUT)
-    store.put(key_of(chunks[3]), chunks[3])
-    assert [store.contains(key_of(chunk)) for chunk in chunks] == [True, False, True, True]
-    assert store.stats().evictions == 1
-
-
-def test_memory_of_zero_bytes_keeps_nothing() -> None:
-    store = MemoryStore(0)
-    assert not store.put(key_of(make_chunk()), make_chunk())
-    assert not store.contains(key_of(make_chunk()))
 
 
 def test_memory_gives_the_kept_chunk_itself() -> None:
@@ -194,18 +175,6 @@ def test_tiers_of_different_codecs_are_refused(tmp_path: Path) -> None:
 def test_a_tier_is_needed() -> None:
     with pytest.raises(InvalidInputError):
         TieredStore()
-
-
-def test_stores_say_how_they_were_made(tmp_path: Path) -> None:
-    store = TieredStore(MemoryStore(5), DiskStore(tmp_path, max_bytes=7, durable=False))
-    classes = (TieredStore, MemoryStore, DiskStore, type(store.codec))
-    names = {one.__name__: one for one in classes}
-    assert repr(eval(repr(store), names)) == repr(store)
-
-
-def test_public_names_are_sorted() -> None:
-    assert stores.__all__ == sorted(stores.__all__)
-    assert all(hasattr(stores, name) for name in stores.__all__)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")

@@ -9,36 +9,22 @@ import os
 import random
 import struct
 import time
-from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore, folder, names, runs
-from tests.contracts import LAYOUT, key_of, make_chunk, same
+from kvcache_rag.stores import DiskStore, folder, runs
+from tests.contracts import LAYOUT, make_chunk, same
+from tests.damage import SMALL, filled, header_size, is_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
-
-SMALL = make_chunk(tokens=4)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def filled(store: DiskStore, chunk: ChunkKV = SMALL) -> tuple[ChunkKey, bytes]:
-    key = key_of(chunk)
-    assert store.put(key, chunk)
-    return key, store.path(key).read_bytes()
-
-
-def header_size(raw: bytes) -> int:
-    return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
 def rewritten(raw: bytes, change: Any) -> bytes:
@@ -48,18 +34,6 @@ def rewritten(raw: bytes, change: Any) -> bytes:
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)[: size - 8] + raw[size:]
-
-
-def is_refused(store: DiskStore, key: ChunkKey, raw: bytes, chunk: ChunkKV = SMALL) -> bool:
-    """Put bytes in place of a chunk; True when it is refused, False when it is still right."""
-    store.path(key).write_bytes(raw)
-    try:
-        found = store.get(key, chunk.layout).chunk
-    except CorruptChunkError:
-        assert not store.path(key).exists(), "what is damaged is put aside"
-        return True
-    assert same(found, chunk), "a wrong tensor was served"
-    return False
 
 
 def test_a_shortened_or_lengthened_file_is_refused(store: DiskStore) -> None:
@@ -93,21 +67,6 @@ def test_every_flipped_payload_bit_is_refused(store: DiskStore) -> None:
         damaged = bytearray(raw)
         damaged[chance.randrange(header_size(raw), len(raw))] ^= 1 << chance.randrange(8)
         assert is_refused(store, key, bytes(damaged))
-
-
-def test_a_page_of_zeros_is_refused(store: DiskStore) -> None:
-    chunk = make_chunk(tokens=64)
-    key, raw = filled(store, chunk)
-    assert is_refused(store, key, raw[:8192] + bytes(4096) + raw[12288:], chunk)
-    assert is_refused(store, key, bytes(len(raw)), chunk)
-
-
-def test_swapped_files_are_refused(store: DiskStore) -> None:
-    first, second = make_chunk(1), make_chunk(2)
-    (one, left), (two, right) = filled(store, first), filled(store, second)
-    assert len(left) == len(right)
-    assert is_refused(store, one, right, first)
-    assert is_refused(store, two, left, second)
 
 
 def test_a_header_that_lies_is_refused(store: DiskStore) -> None:
@@ -171,28 +130,6 @@ def test_a_header_length_out_of_bounds_is_refused(store: DiskStore, length: int)
     assert is_refused(store, key, struct.pack("<Q", length) + raw[8:])
 
 
-def test_what_is_no_file_is_refused_and_put_aside(store: DiskStore, tmp_path: Path) -> None:
-    key, raw = filled(store)
-    path, target = store.path(key), tmp_path / "elsewhere"
-    target.write_bytes(raw)
-    makers = [
-        lambda: path.symlink_to(target),
-        lambda: path.symlink_to("nowhere"),
-        path.mkdir,
-        lambda: os.mkfifo(path),
-    ]
-    for make in makers:
-        path.unlink()
-        make()
-        assert not store.contains(key)
-        with pytest.raises(CorruptChunkError):
-            store.get(key, LAYOUT)
-        assert not os.path.lexists(path)
-        filled(store)
-    assert target.read_bytes() == raw
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
-
-
 def test_the_quarantine_is_bounded(store: DiskStore) -> None:
     for seed in range(10):
         chunk = make_chunk(seed)
@@ -217,15 +154,6 @@ def test_a_length_that_was_noted_wrongly_is_a_miss_and_no_damage(
     assert f"has {key.tokens} tokens, not {other.tokens}" in str(caught.value)
     assert (store.stats().misses, store.stats().corrupt) == (1, 0)
     assert same(store.get(key, LAYOUT).chunk, SMALL)
-
-
-def test_a_good_file_that_replaced_a_damaged_one_is_not_put_aside(store: DiskStore) -> None:
-    key, raw = filled(store)
-    with FileIO(store.path(key)) as damaged:
-        store.path(key).rename(store.root / "old")
-        store.path(key).write_bytes(raw)
-        store.place.delete([names.chunk_name(key)], damaged=damaged)
-    assert store.contains(key)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(

@@ -16,39 +16,15 @@ import pytest
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import DiskStore, MemoryStore, filesystem, memory, stored
 from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.tenants import KEY, SIZE, SMALL, fill, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-SMALL = make_chunk(tokens=4)
-SIZE = 4096 + SMALL.nbytes + 16
-KEY = key_of(SMALL, namespace="a")
-ROOT = Path(__file__).parents[1]
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int = 0) -> None:
-    for seed in range(first, first + count):
-        chunk = make_chunk(seed, tokens=4)
-        assert store.put(key_of(chunk, namespace=namespace), chunk)
-
-
-def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(access.namespace_folder(store.root, namespace))
-    return len(list(folder.rglob("*.safetensors")))
-
-
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder with size and time."""
-    return {
-        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
-        for path in [folder, *folder.rglob("*")]
-    }
 
 
 # Deletion.

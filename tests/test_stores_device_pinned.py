@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_rag.stores import device as arena_module
-from kvcache_rag.stores.device import ALIGNMENT, Arena, pinned_memory, plain_memory
+from kvcache_rag.stores.device import ALIGNMENT, Arena, pinned_memory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -48,25 +47,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Arena:
     """Two slabs of 4 KiB."""
     monkeypatch.setattr(arena_module, "SLAB", 4096)
     return Arena(8192)
-
-
-def test_memory_is_used_again() -> None:
-    made: list[int] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        made.append(nbytes)
-        return plain_memory(nbytes)
-
-    arena = Arena(1 << 20, allocate)
-    places = set()
-    for size in (100_000, 300_000, 1, 1 << 20):
-        with arena.lend(size) as loan:
-            assert loan.memory.shape == (size,)
-            assert loan.memory.dtype == torch.uint8
-            places.add(address(loan.memory).start)
-    assert made == [1 << 20]
-    assert len(places) == 1
-    assert arena.nbytes == 1 << 20
 
 
 def test_loans_are_apart_and_aligned(small: Arena) -> None:
@@ -129,29 +109,6 @@ def test_what_has_happened_needs_no_waiting(small: Arena) -> None:
             signal.happened.set()
             loan.keep_until(signal)
     assert small.nbytes == 4096
-
-
-def test_who_finds_no_room_waits_for_another_thread(small: Arena) -> None:
-    begun, end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with small.lend(4096), small.lend(4096):
-            begun.set()
-            assert end.wait(10)
-
-    def borrow() -> int:
-        with small.lend(2048) as loan:
-            return loan.memory.nbytes
-
-    with ThreadPoolExecutor(2) as pool:
-        holding = pool.submit(hold)
-        assert begun.wait(10)
-        borrowing = pool.submit(borrow)
-        with pytest.raises(concurrent.futures.TimeoutError):
-            borrowing.result(timeout=0.1)
-        end.set()
-        assert borrowing.result(timeout=10) == 2048
-        holding.result(timeout=10)
 
 
 def test_an_error_gives_the_memory_back(small: Arena) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import errno
 import json
 import os
 import stat
-import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import access
-import forks
 import pytest
 import torch
 import xxhash
@@ -24,9 +19,10 @@ from safetensors import safe_open
 
 from kvcache_rag.codecs import Codec
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
-from kvcache_rag.stores import DiskStore, disk, filesystem, limits, locks, runs
+from kvcache_rag.stores import DiskStore, disk, filesystem, limits, runs
 from kvcache_rag.stores import file as chunkfile
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
+from tests.damage import SMALL, filled, header_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,22 +31,10 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
-SMALL = make_chunk(tokens=4)
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def filled(store: DiskStore, chunk: ChunkKV = SMALL) -> tuple[ChunkKey, bytes]:
-    key = key_of(chunk)
-    assert store.put(key, chunk)
-    return key, store.path(key).read_bytes()
-
-
-def header_size(raw: bytes) -> int:
-    return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
 # The file.
@@ -95,31 +79,6 @@ def test_the_file_lies_where_its_digests_say(store: DiskStore) -> None:
     namespace, spec, shard, name = store.path(key).relative_to(store.root).parts
     assert len(namespace) == 32
     assert (spec, shard, name) == (key.spec[:16], key.digest[:2], f"{key.digest}.safetensors")
-
-
-def test_files_and_folders_are_for_this_user_only(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        store = DiskStore(tmp_path / "a" / "kv", max_bytes=1 << 20, durable=True)
-        key, _ = filled(store)
-        with store.locked([key]):
-            pass
-        store.path(key).write_bytes(b"")
-        with pytest.raises(CorruptChunkError):
-            store.get(key, LAYOUT)
-        filled(store)
-        store.sweep()
-    finally:
-        os.umask(before)
-    modes = {
-        path: stat.S_IMODE(path.stat().st_mode) for path in [store.root, *store.root.rglob("*")]
-    }
-    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
-    files = {path: mode for path, mode in modes.items() if path.is_file()}
-    quarantined = [path for path in files if path.parent.name == "quarantine"]
-    assert len(quarantined) == 1
-    assert {mode for path, mode in files.items() if path not in quarantined} == {0o600}
-    assert any(path.suffix == ".lock" for path in files)
 
 
 def test_every_dtype_lies_in_the_order_of_safetensors(
@@ -213,21 +172,6 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from mounted(tmp_path / "small", "size=200k")
-
-
-def test_a_full_disk_leaves_nothing_and_fails_nothing(small_disk: Path) -> None:
-    store = DiskStore(small_disk / "kv")
-    chunks = [make_chunk(seed, tokens=512) for seed in range(4)]  # 98 kB each
-    kept = [store.put(key_of(chunk), chunk) for chunk in chunks]
-    assert kept == [True, False, False, False]
-    stats = store.stats()
-    assert (stats.puts, stats.put_failures) == (1, 3)
-    assert "space" in stats.last_failure
-    files = [path.name for path in store.root.rglob("*") if path.is_file()]
-    assert files == [f"{key_of(chunks[0]).digest}.safetensors"]
-    assert same(store.get(key_of(chunks[0]), LAYOUT).chunk, chunks[0])
-    store.delete(key_of(chunks[0]))
-    assert store.put(key_of(chunks[1]), chunks[1])
 
 
 def test_a_read_only_folder_is_read(small_disk: Path) -> None:
@@ -325,36 +269,6 @@ def test_leftovers_of_killed_writers_are_swept(store: DiskStore) -> None:
     assert store.contains(key)
 
 
-def test_markers_of_a_chunk_that_is_gone_are_swept(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False)
-    key, _ = filled(store)
-    store.delete(key)
-    assert store.sweep() == 0
-    assert not list(store.path(key).parent.iterdir())
-
-
-def test_put_keeps_the_limit_and_looks_around_rarely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 4096 + SMALL.nbytes + 16
-    store = DiskStore(tmp_path, durable=False, max_bytes=40 * size)
-    sweeps: list[int] = []
-    looked = limits.Sweeper._looked
-
-    def counted(*args: Any) -> limits.Swept:
-        sweeps.append(1)
-        return looked(*args)
-
-    monkeypatch.setattr(limits.Sweeper, "_looked", counted)
-    for seed in range(200):
-        chunk = make_chunk(seed, tokens=4)
-        store.put(key_of(chunk), chunk)
-        assert len(list(tmp_path.rglob("*.safetensors"))) <= 41
-    assert len(list(tmp_path.rglob("*.safetensors"))) >= 35
-    assert len(sweeps) <= 60
-    assert store.stats().evictions >= 159
-
-
 def test_one_sweep_at_a_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = filled(store)
     other = DiskStore(store.root, max_bytes=1)
@@ -394,50 +308,3 @@ def test_use_is_marked_once_a_minute(store: DiskStore, call: str) -> None:
         os.utime(store.path(key), (now - age, now - age))
         use()
         assert (store.path(key).stat().st_mtime >= now - 1) is marked
-
-
-# Processes.
-
-
-def compute_once(root: str, report: Any) -> None:
-    """Ask for eight chunks, computing what is missing."""
-    sys.setswitchinterval(1e-4)
-    store = DiskStore(root, durable=False)
-    chunks = [make_chunk(seed) for seed in range(8)]
-    report.put("ready")
-    while not Path(root, "go").exists():
-        time.sleep(0.001)
-    computed = 0
-    for chunk in chunks:
-        key = key_of(chunk)
-        with store.locked([key]):
-            if not store.contains(key):
-                computed += 1
-                time.sleep(0.01)
-                store.put(key, chunk)
-        assert same(store.get(key, LAYOUT).chunk, chunk)
-    report.put(computed)
-
-
-def test_two_processes_compute_a_chunk_once(tmp_path: Path) -> None:
-    context = forks.forkserver()
-    report = context.Queue()
-    workers = [context.Process(target=compute_once, args=(str(tmp_path), report)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    assert [report.get(timeout=60) for _ in workers] == ["ready"] * 2
-    (tmp_path / "go").write_text("")
-    assert sum(report.get(timeout=60) for _ in workers) == 8
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-
-
-def test_a_forked_child_does_not_wait_for_threads_it_does_not_have(store: DiskStore) -> None:
-    key = key_of(SMALL)
-    with store.locked([key]):
-        locks._PROCESS.forget()
-        with locks._PROCESS.hold([access.lock_path(store.root, key)]):
-            pass
-    with store.locked([dataclasses.replace(key, digest="0" * 64)]):
-        pass

@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
-import shutil
 import struct
-import threading
 import time
 import tracemalloc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import access
 import pytest
 
 from kvcache_rag.errors import CorruptChunkError
@@ -22,10 +17,11 @@ from kvcache_rag.kv.chunk import ChunkKV, GroupLayout, spec_digest
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, filesystem
 from kvcache_rag.stores import file as chunkfile
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
-from tests.damage import SMALL, filled, header_size, is_refused
+from tests.damage import SMALL, filled, is_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from kvcache_rag.kv.chunk import ChunkKey
 
@@ -38,22 +34,6 @@ def store(tmp_path: Path) -> DiskStore:
 
 
 # Bytes.
-
-
-def test_flips_in_the_payload_are_refused(store: DiskStore) -> None:
-    key, raw = filled(store)
-    chance = random.Random(2)
-    for _ in range(1_000):  # 50,000 in soak/
-        damaged = bytearray(raw)
-        damaged[chance.randrange(header_size(raw), len(raw))] ^= chance.randrange(1, 256)
-        assert is_refused(store, key, bytes(damaged))
-    assert store.stats().corrupt == 1_000
-
-
-def test_a_file_cut_anywhere_is_refused(store: DiskStore) -> None:
-    key, raw = filled(store)
-    for length in (*range(header_size(raw)), *range(header_size(raw), len(raw), 5), len(raw) - 1):
-        assert is_refused(store, key, raw[:length]), length
 
 
 @pytest.mark.parametrize("size", [512, 4096])
@@ -160,87 +140,7 @@ def test_a_header_bomb_is_refused_before_it_is_read(
     assert not store.contains(key)
 
 
-# Links, and names that are no digests.
-
-
-def test_a_link_to_a_right_file_of_ours_is_not_followed(store: DiskStore) -> None:
-    key, _ = filled(store)
-    kept = store.path(key).rename(store.root / "kept")
-    store.path(key).symlink_to(kept)
-    assert not store.contains(key)
-    with pytest.raises(CorruptChunkError):
-        store.get(key, LAYOUT)
-    assert kept.exists()
-
-
-def test_a_link_in_place_of_a_file_leads_no_call_elsewhere(
-    store: DiskStore, tmp_path: Path
-) -> None:
-    key, _ = filled(store)
-    target = tmp_path / "elsewhere"
-    target.write_bytes(b"precious")
-    os.utime(target, (1, 1))
-
-    def link() -> None:
-        store.path(key).unlink(missing_ok=True)
-        store.path(key).symlink_to(target)
-
-    calls: list[Callable[[], object]] = [
-        lambda: store.put(key, SMALL),
-        lambda: store.delete(key),
-        lambda: store.contains(key),
-        store.sweep,
-    ]
-    for call in calls:
-        link()
-        call()
-        assert target.read_bytes() == b"precious"
-        assert target.stat().st_mtime == 1
-    link()
-    assert store.put(key, SMALL)
-    assert not store.path(key).is_symlink()
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
-
-
-def test_use_of_a_link_is_not_marked_on_its_target(store: DiskStore, tmp_path: Path) -> None:
-    key, _ = filled(store)
-    target = tmp_path / "elsewhere"
-    target.write_bytes(b"precious")
-    os.utime(target, (1, 1))
-    store.path(key).unlink()
-    store.path(key).symlink_to(target)
-    os.utime(store.path(key), (1, 1), follow_symlinks=False)
-    store.touch(key)
-    assert target.stat().st_mtime == 1
-
-
-def test_a_link_in_place_of_a_lock_changes_no_file_elsewhere(
-    store: DiskStore, tmp_path: Path
-) -> None:
-    key, _ = filled(store)
-    target = tmp_path / "elsewhere"
-    target.write_bytes(b"precious")
-    lock = Path(access.lock_path(store.root, key))
-    lock.parent.mkdir(exist_ok=True)
-    for path in (lock, store.root / "sweep.lock"):
-        path.symlink_to(target)
-    with store.locked([key]):
-        assert store.contains(key)
-    store.sweep()
-    assert target.read_bytes() == b"precious"
-
-
-def test_a_linked_folder_is_not_swept(store: DiskStore, tmp_path: Path) -> None:
-    key, _ = filled(store)
-    other = DiskStore(tmp_path / "other", durable=False)
-    theirs = key_of(make_chunk(5))
-    assert other.put(theirs, make_chunk(5))
-    (store.path(key).parent.parent / "ff").symlink_to(other.path(theirs).parent)
-    shutil.copytree(other.root, store.root / "copy", symlinks=True)
-    strict = DiskStore(store.root, durable=False, max_bytes=1)
-    assert strict.sweep() == 1
-    assert other.contains(theirs)
-    assert (store.root / "copy").exists()
+# Names that are no digests.
 
 
 @pytest.mark.parametrize("namespace", ["../..", "/", "..\\..", "a/../../b", "\0", "é" * 300, "~"])
@@ -277,21 +177,6 @@ def test_a_clock_that_was_set_changes_no_tensor(
     assert store.put(key, SMALL)
 
 
-def test_a_clock_going_backwards_drops_nothing_early(store: DiskStore, clock: list[float]) -> None:
-    key, _ = filled(store)
-    writing = store.path(key).parent / ".tmp-now"
-    writing.write_text("x")
-    clock[0] = -HOUR
-    assert store.sweep() == 0
-    assert store.contains(key)
-    clock[0] = 101.0
-    assert store.sweep() == 0
-    assert writing.exists()
-    clock[0] = HOUR + 1
-    store.sweep()
-    assert not writing.exists()
-
-
 def test_the_limit_is_kept_among_files_of_the_future(store: DiskStore) -> None:
     chunks = [make_chunk(seed) for seed in range(10)]
     for chunk in chunks:
@@ -306,29 +191,6 @@ def test_the_limit_is_kept_among_files_of_the_future(store: DiskStore) -> None:
         assert limited.put(key_of(new), new)
     limited.sweep()
     assert len(list(store.root.rglob("*.safetensors"))) <= 3
-
-
-def test_what_a_wrong_clock_dated_ahead_goes_all_the_same(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, ttl=HOUR, temp_age=100.0)
-    kept = make_chunk(1)
-    assert store.put(key_of(kept), kept)
-    torso = store.path(key_of(kept)).parent / f".tmp-{'0' * 32}"
-    torso.write_bytes(b"half")
-
-    def shift(seconds: float) -> None:
-        for path in tmp_path.rglob("*"):
-            if path.is_file():
-                moment = path.stat().st_mtime + seconds
-                os.utime(path, (moment, moment))
-
-    shift(1e9)
-    assert store.sweep() == 0, "nothing goes early"
-    shift(-101.0)
-    assert store.sweep() == 0
-    assert not torso.exists()
-    assert store.contains(key_of(kept))
-    shift(-HOUR)
-    assert not store.contains(key_of(kept))
 
 
 def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
@@ -347,68 +209,6 @@ def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
         assert not store.put(key_of(SMALL), SMALL)
     assert store.stats().put_failures == 1
     assert store.put(key_of(SMALL), SMALL)
-
-
-def test_memory_does_not_look_at_the_time_of_day(clock: list[float]) -> None:
-    memory = MemoryStore()
-    memory.put(key_of(SMALL), SMALL)
-    for clock[0] in (-1e9, 1e9):
-        assert memory.sweep() == 0
-        assert memory.contains(key_of(SMALL))
-
-
-# Hosts that died, and sweeps.
-
-
-def test_what_a_dead_host_left_is_in_nobodys_way(store: DiskStore) -> None:
-    key, raw = filled(store)
-    folder = store.path(key).parent
-    torso = folder / ".tmp-0123456789abcdef"
-    torso.write_bytes(raw[:100])
-    lock = Path(access.lock_path(store.root, key))
-    lock.parent.mkdir(exist_ok=True)
-    for path in (lock, store.root / "sweep.lock"):
-        path.write_text("held by pid 1 of another host")
-    orphan = folder / f"{'0' * 64}.released-{'0' * 16}"
-    orphan.touch()
-    for path in folder.parent.parent.rglob("*"):
-        os.utime(path, (1, 1))
-    with store.locked([key]):
-        assert store.contains(key)
-    store.sweep()
-    assert not torso.exists()
-    assert not orphan.exists()
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
-
-
-def test_a_sweep_that_hangs_blocks_no_other_call(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, _ = filled(store)
-    reached, go_on = threading.Event(), threading.Event()
-    scan = os.scandir
-
-    def hanging(path: Any) -> Any:
-        reached.set()
-        go_on.wait(60)
-        return scan(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", hanging)
-        thread = threading.Thread(target=store.sweep, daemon=True)
-        thread.start()
-        assert reached.wait(60)
-        for other in (store, DiskStore(store.root, durable=False)):
-            assert same(other.get(key, LAYOUT).chunk, SMALL)
-            assert other.contains(key)
-            assert other.put(key, SMALL)
-            with other.locked([key]):
-                assert other.delete(key)
-            assert other.put(key, SMALL)
-        assert thread.is_alive(), "it hung while all of this was done"
-        go_on.set()
-        thread.join(60)
-    assert not thread.is_alive()
 
 
 # A faster tier in front of a damaged one.

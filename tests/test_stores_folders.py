@@ -180,16 +180,6 @@ def test_a_damaged_manifest_is_none(store: DiskStore, text: str) -> None:
     assert manifest(store) == {}
 
 
-def test_a_link_or_a_pipe_is_no_manifest(store: DiskStore) -> None:
-    folder = put(store).parent.parent
-    (folder / "real").write_text('{"model": "x"}')
-    os.symlink(folder / "real", folder / MANIFEST)
-    assert manifest(store) == {}
-    (folder / MANIFEST).unlink()
-    os.mkfifo(folder / MANIFEST)
-    assert manifest(store) == {}
-
-
 # ---------------------------------------------------------------------- files
 @pytest.mark.parametrize("codec", CODECS.values())
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -358,21 +348,6 @@ def test_another_safetensors_file_a_folder_a_pipe_and_a_link_are_refused(store: 
     path.mkdir()
     with pytest.raises(CorruptChunkError):
         file_facts(str(path), path.stem)
-
-
-def test_a_link_in_place_of_the_quarantine_is_not_followed(
-    store: DiskStore, tmp_path: Path
-) -> None:
-    path = put(store)
-    (tmp_path / "outside").mkdir()
-    os.symlink(tmp_path / "outside", path.parent.parent.parent / "quarantine")
-    (found,) = chunks(store)
-    path.write_bytes(b"damaged")
-    with pytest.raises(CorruptChunkError):
-        store.get(key_of(make_chunk()), LAYOUTS["fused-bfloat16"])
-    assert found.path == str(path)
-    assert path.exists()
-    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def test_what_an_interrupted_deletion_left_is_listed(store: DiskStore) -> None:

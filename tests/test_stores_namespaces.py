@@ -13,35 +13,21 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.stores import DiskStore, MemoryStore, limits, locks
-from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.contracts import LAYOUT, key_of, same
+from tests.tenants import KEY, SIZE, SMALL, fill, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag.kv.chunk import ChunkKey
 
-SMALL = make_chunk(tokens=4)
-SIZE = 4096 + SMALL.nbytes + 16
-KEY = key_of(SMALL, namespace="a")
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
-
-
-def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int = 0) -> None:
-    for seed in range(first, first + count):
-        chunk = make_chunk(seed, tokens=4)
-        assert store.put(key_of(chunk, namespace=namespace), chunk)
-
-
-def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(access.namespace_folder(store.root, namespace))
-    return len(list(folder.rglob("*.safetensors")))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -282,115 +268,3 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
         assert not running.done()
         leave.set()
         assert running.result(60) == 1
-
-
-# Links where folders and files belong.
-
-
-PLACES: dict[str, Callable[[DiskStore, ChunkKey], Path]] = {
-    "namespace": lambda store, key: store.path(key).parents[2],
-    "spec": lambda store, key: store.path(key).parents[1],
-    "shard": lambda store, key: store.path(key).parent,
-    "locks": lambda store, key: store.path(key).parents[2] / "locks",
-    "quarantine": lambda store, key: store.path(key).parents[2] / "quarantine",
-    "chunk": lambda store, key: store.path(key),
-    "lock": lambda store, key: Path(access.lock_path(store.root, key)),
-    "sweep": lambda store, key: store.path(key).parents[2] / "sweep.lock",
-    "generation": lambda store, key: store.path(key).parents[2] / "generation",
-    "used": lambda store, key: store.path(key).parents[2] / "used",
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("target", ["file", "folder", "nowhere"])
-def test_no_link_is_followed(tmp_path: Path, place: str, target: str) -> None:
-    outside = tmp_path / "outside"
-    # As deep as a namespace, so that a link to it could be mistaken for one.
-    inner = outside / KEY.spec[:16] / KEY.digest[:2]
-    inner.mkdir(parents=True)
-    old = make_chunk(3, tokens=4)
-    source = DiskStore(tmp_path / "source", durable=False)
-    source.put(KEY, SMALL)
-    source.put(key_of(old, namespace="a"), old)
-    (inner / source.path(KEY).name).write_bytes(source.path(KEY).read_bytes())
-    (inner / ".tmp-x").write_text("x")
-    (outside / ".deleted-x").write_text("x")
-    (outside / "file").write_text("x")
-    for path in [*outside.rglob("*"), outside]:
-        os.utime(path, (1, 1))
-    store = DiskStore(tmp_path / "kv", durable=False, temp_age=0, quota=SIZE, ttl=1000)
-    link = PLACES[place](store, KEY)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to({"file": outside / "file", "folder": outside}.get(target, outside / "no"))
-    before = contents(outside)
-    with pytest.raises(ChunkNotFoundError):
-        store.get(KEY, LAYOUT)
-    store.contains(KEY)
-    store.touch(KEY)
-    with store.locked([KEY]):
-        store.put(KEY, SMALL)
-    store.sweep()
-    if store.contains(KEY):
-        store.path(KEY).write_bytes(b"damaged")
-        with pytest.raises(ChunkNotFoundError):
-            store.get(KEY, LAYOUT)
-    store.delete(KEY)
-    store.generation("a")
-    if place == "namespace":
-        with pytest.raises(OSError, match="a link or a file"):
-            store.delete_namespace("a")
-    else:
-        store.delete_namespace("a")
-        assert not link.is_symlink()
-    assert contents(outside) == before
-
-
-# Rights.
-
-NOBODY = """
-import os, sys, tempfile
-from kvcache_rag.errors import ChunkNotFoundError
-from kvcache_rag.stores import DiskStore
-from tests.contracts import LAYOUT, key_of, make_chunk
-chunk = make_chunk(tokens=4)
-key = key_of(chunk, namespace="a")
-with tempfile.TemporaryDirectory() as folder:  # imports what is imported late
-    store = DiskStore(folder)
-    with store.locked([key]):
-        store.put(key, chunk), store.get(key, LAYOUT), store.sweep()
-os.setegid(65534); os.seteuid(65534)
-for place in sys.argv[1:]:
-    store = DiskStore(place, quota=1 << 20, ttl=1000)
-    try:
-        store.get(key, LAYOUT)
-    except ChunkNotFoundError:
-        print("miss")
-    with store.locked([key]):
-        print(store.put(key, chunk), store.stats().put_failures)
-    print(store.contains(key), store.delete(key), store.sweep(), store.generation("a"))
-    try:
-        store.delete_namespace("a")
-    except PermissionError:
-        print("denied")
-"""
-
-
-def test_permission_denied_is_a_miss_and_counted(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("changing the user needs root")
-    store = DiskStore(tmp_path / "kv", durable=False)
-    fill(store, "a", 1)
-    for path in [tmp_path, *tmp_path.parents][:-1]:
-        if path.stat().st_uid == 0 and "pytest" in str(path):  # a worker's folder, too
-            path.chmod(0o711)
-    tmp_path.chmod(0o711)
-    command = [sys.executable, "-W", "ignore", "-c", NOBODY]
-    command += [str(store.root), str(tmp_path / "new")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    # Each once, of both folders; the other one cannot even be made.
-    unread, *unwritten = done.stderr.splitlines()
-    assert len(unwritten) == 2
-    assert all("a chunk could not be written: PermissionError" in line for line in unwritten)
-    assert "may not be read" in unread
-    assert done.stdout.split("\n")[:-1] == ["miss", "False 1", "False False 0 0", "denied"] * 2
-    assert same(store.get(KEY, LAYOUT).chunk, SMALL)

@@ -16,7 +16,6 @@ import pytest
 from filelock import FileLock
 
 from kvcache_rag.cli import main
-from kvcache_rag.codecs import CODECS
 from kvcache_rag.commands import store as store_command
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import spec_digest
@@ -28,14 +27,13 @@ from tests.test_codecs_stores import finite_chunk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.codecs import Codec
     from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.stores import ChunkStore
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
 
 
-@pytest.fixture(params=["022", "000", "077", "002"])
+@pytest.fixture(params=["000", "077"])
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(int(request.param, 8))
     yield
@@ -53,30 +51,29 @@ def modes(folder: Path) -> dict[str, str]:
     return found
 
 
-STORES: dict[str, Callable[[Path, Codec], ChunkStore]] = {
-    "disk": lambda path, codec: DiskStore(path, codec=codec),
-    "disk with limits": lambda path, codec: DiskStore(
-        path, codec=codec, durable=False, quota=1 << 20, max_bytes=1 << 22, ttl=1000, namespace="a"
+STORES: dict[str, Callable[[Path], ChunkStore]] = {
+    "disk": lambda path: DiskStore(path),
+    "disk with limits": lambda path: DiskStore(
+        path, durable=False, quota=1 << 20, max_bytes=1 << 22, ttl=1000, namespace="a"
     ),
-    "remote": lambda path, codec: RemoteStore(f"file://{path}", codec=codec),
-    "remote that makes folders": lambda path, codec: RemoteStore(
-        f"local://{path}", codec=codec, storage_options={"auto_mkdir": True}
+    "remote": lambda path: RemoteStore(f"file://{path}"),
+    "remote that makes folders": lambda path: RemoteStore(
+        f"local://{path}", storage_options={"auto_mkdir": True}
     ),
-    "tiers": lambda path, codec: TieredStore(
+    "tiers": lambda path: TieredStore(
         MemoryStore(),
-        DiskStore(path / "disk", codec=codec),
-        RemoteStore(f"file://{path}/remote", codec=codec),
+        DiskStore(path / "disk"),
+        RemoteStore(f"file://{path}/remote"),
     ),
 }
 
 
 @pytest.mark.usefixtures("umask")
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", STORES)
-def test_files_are_0600_and_folders_0700(tmp_path: Path, kind: str, codec: str) -> None:
+def test_files_are_0600_and_folders_0700(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "kv"
     folder.mkdir(0o700)
-    store = STORES[kind](folder, CODECS[codec]())
+    store = STORES[kind](folder)
     for seed, layout in enumerate(LAYOUTS.values()):
         chunk = finite_chunk(seed, tokens=40, layout=layout)
         key = key_of(chunk, namespace="a")
@@ -99,7 +96,7 @@ def test_files_are_0600_and_folders_0700(tmp_path: Path, kind: str, codec: str) 
 @pytest.mark.usefixtures("umask")
 @pytest.mark.parametrize("kind", ["disk", "remote"])
 def test_the_folder_that_a_store_makes_is_0700(tmp_path: Path, kind: str) -> None:
-    store = STORES[kind](tmp_path / "new" / "kv", CODECS["native"]())
+    store = STORES[kind](tmp_path / "new" / "kv")
     chunk = make_chunk()
     assert store.put(key_of(chunk), chunk)
     assert modes(tmp_path / "new") == {}
@@ -153,7 +150,7 @@ def test_a_folder_that_goes_while_a_lock_is_waited_for_is_0700_again(tmp_path: P
 def test_no_file_is_open_to_others_while_it_is_written(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = STORES[kind](tmp_path / "kv", CODECS["native"]())
+    store = STORES[kind](tmp_path / "kv")
     replace, rename, seen = os.replace, os.rename, []
 
     def looked(call: Callable[..., None]) -> Callable[..., None]:
@@ -198,7 +195,7 @@ def test_files_of_another_user_are_said_and_missed_and_counted(
     (stranger / "kv").chmod(0o711)
     os.seteuid(65534)
     for _ in range(3):
-        store = STORES[kind](stranger / "kv", CODECS["native"]())
+        store = STORES[kind](stranger / "kv")
         for _ in range(2):
             store.contains(key)
             with pytest.raises(ChunkNotFoundError):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import access
-import forks
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -30,7 +27,6 @@ from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GRACE = 100.0
 CHUNK = make_chunk()
 KEY = key_of(CHUNK)
 
@@ -382,41 +378,7 @@ def test_secrets_are_in_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.__cause__ is None
 
 
-def test_it_says_how_it_was_made(tmp_path: Path) -> None:
-    store = RemoteStore(f"file://{tmp_path}", timeout=3.0)
-    names = {"RemoteStore": RemoteStore, "Native": type(store.codec)}
-    assert repr(eval(repr(store), names)) == repr(store)
-
-
 # A folder that two processes share.
-
-SHARE = """
-import json
-from kvcache_rag import RemoteStore
-from tests.chunks import LAYOUT, key_of, make_chunk, same
-store = RemoteStore(url)
-chunks = [make_chunk(seed) for seed in range(8)]
-report = []
-for round in range(5):
-    for chunk in chunks:
-        store.put(key_of(chunk), chunk)
-        report.append(same(store.get(key_of(chunk), LAYOUT).chunk, chunk))
-print(json.dumps([all(report), store.stats().corrupt, store.stats().failures]))
-"""
-
-
-def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    url, folders = f"file://{tmp_path}/kv", [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(forks.run, [f"url = {url!r}\n{SHARE}"] * 2, folders))
-    for status, out, errors in ends:
-        assert status == 0, errors
-        assert json.loads(out) == [True, 0, 0]
-    store = RemoteStore(url)
-    assert all(store.contains(key_of(make_chunk(seed))) for seed in range(8))
-    assert not list(tmp_path.rglob(".tmp*"))
 
 
 def test_a_forked_child_makes_its_own_connections(store: RemoteStore) -> None:

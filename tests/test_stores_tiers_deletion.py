@@ -181,20 +181,6 @@ def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path)
     verify_file(str(store.path(KEY)), KEY.digest)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
-    locks = ThreadLocks()
-    with locks.hold(["one"]):
-        child = os.fork()
-        if not child:
-            done = threading.Thread(target=lambda: locks.hold(["one"]).__enter__(), daemon=True)
-            done.start()
-            done.join(5)
-            os._exit(done.is_alive())
-    assert os.waitpid(child, 0)[1] == 0
-
-
 def test_a_lock_is_kept_while_a_thread_wants_it_and_no_longer() -> None:
     locks = ThreadLocks()
     with locks.hold(["one", "two"]), locks.hold(["one"], patience=0.01) as is_held:

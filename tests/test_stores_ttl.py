@@ -109,14 +109,6 @@ def test_what_was_put_aside_ends_too(store: DiskStore) -> None:
     assert not aside.exists()
 
 
-def test_without_a_ttl_nothing_is_too_old(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False)
-    store.put(KEY, SMALL)
-    age(store.path(KEY), 9 * YEAR)
-    assert store.sweep() == 0
-    assert is_held(store)
-
-
 def test_old_chunks_go_in_the_background(store: DiskStore) -> None:
     age(store.path(KEY), 2000)
     store._due = 0.0  # as a while later
@@ -218,12 +210,3 @@ def test_a_chunk_in_memory_ends_a_time_after_it_was_put(monkeypatch: pytest.Monk
         store.put(key_of(chunk), chunk)
     assert access.chunks(store).put_at.keys() == set(access.chunks(store))
     assert len(access.chunks(store)) == 3
-
-
-def test_memory_without_a_ttl_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    store.put(KEY, SMALL)
-    later = time.monotonic() + YEAR
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert store.sweep() == 0
-    assert is_held(store)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections import Counter
-from concurrent.futures import CancelledError
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from serve_fakes import chat, client, settings, tiny_backend
 from serve_works import answer_of, held, loaded, make_work, reader
 
-from kvcache_rag import CacheBlend, Engine, FullRecompute, InvalidInputError, PromptTemplate
+from kvcache_rag import CacheBlend, Engine, InvalidInputError, PromptTemplate
 from kvcache_rag.generation import telemetry
 from kvcache_rag.models.pretrained import name_of, note_name
 from kvcache_rag_server.app import build_app
@@ -163,26 +161,6 @@ def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExport
     assert (edges[5][1] - begin) / 1e9 == pytest.approx(metrics.total, abs=1e-5)
 
 
-def test_a_full_prefill_loads_nothing(exporter: InMemorySpanExporter) -> None:
-    reader().generate(QUESTION, TEXTS, max_new_tokens=4, policy=FullRecompute())
-    (span,) = named(exporter, "chat tiny")
-    assert names(children(exporter, span)) == ["prefill", "decode"]
-
-
-def test_rounds_are_parts_of_one_answer(exporter: InMemorySpanExporter) -> None:
-    engine = reader(context_window=120)
-    answer = engine.generate(QUESTION, TEXTS * 2, max_new_tokens=4, overflow="refine")
-    assert answer.metrics.rounds > 1
-    (span,) = named(exporter, "chat tiny")
-    assert names(children(exporter, span)).count("prefill") == answer.metrics.rounds
-
-
-def test_a_text_that_is_continued_is_a_completion(exporter: InMemorySpanExporter) -> None:
-    reader().complete("The red lamp", max_new_tokens=2)
-    (span,) = named(exporter, "text_completion tiny")
-    assert (span.attributes or {})["gen_ai.operation.name"] == "text_completion"
-
-
 def test_nothing_of_a_text_is_in_a_span(exporter: InMemorySpanExporter) -> None:
     model, tokenizer, _ = loaded()
     template = PromptTemplate(system=f"Help {SECRET}.\n")
@@ -258,16 +236,6 @@ def test_an_error_ends_the_span_with_its_type(exporter: InMemorySpanExporter) ->
     assert (span.status.description, span.events) == (None, ())
 
 
-def test_an_engine_goes_on_after_an_error(exporter: InMemorySpanExporter) -> None:
-    engine = reader()
-    with pytest.raises(RuntimeError, match="no room"):
-        engine.generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
-    exporter.clear()
-    engine.generate(QUESTION, TEXTS, max_new_tokens=2)
-    (span,) = named(exporter, "chat tiny")
-    assert span.status.status_code == StatusCode.UNSET
-
-
 def test_what_is_refused_before_the_model_has_no_span(exporter: InMemorySpanExporter) -> None:
     with pytest.raises(InvalidInputError):
         reader().generate("", TEXTS)
@@ -287,28 +255,6 @@ def test_an_ingestion_is_a_span(exporter: InMemorySpanExporter) -> None:
         [2, sum(key.tokens for key in keys), 1],
     ]
     assert {one["gen_ai.request.model"] for one in said} == {"tiny"}
-
-
-def test_so_is_one_of_combinations(exporter: InMemorySpanExporter) -> None:
-    engine = reader()
-    keys = engine.add_combination([TEXTS, TEXTS[:1]])
-    engine.add_combination([TEXTS])
-    said = [dict(span.attributes or {}) for span in named(exporter, "kvcache_rag.add")]
-    names = ("chunks", "tokens", "computed_chunks")
-    assert [[one[f"kvcache_rag.{name}"] for name in names] for one in said] == [
-        [2, sum(key.tokens for key in keys), 2],
-        [1, keys[0].tokens, 0],
-    ]
-
-
-def test_an_ingestion_that_was_stopped_says_so(exporter: InMemorySpanExporter) -> None:
-    cancelled = threading.Event()
-    cancelled.set()
-    with pytest.raises(CancelledError):
-        reader().add(TEXTS, cancelled=cancelled)
-    (span,) = named(exporter, "kvcache_rag.add")
-    assert span.status.status_code == StatusCode.ERROR
-    assert (span.attributes or {})["error.type"] == "CancelledError"
 
 
 # ---------------------------------------------------------------------- a server
@@ -343,17 +289,6 @@ async def test_a_server_goes_on_with_the_trace_of_its_client(
     (queue,) = named(exporter, "kvcache_rag.queue")
     assert traced_by(exporter, queue, CALLER)
     assert (queue.start_time or 0) <= (queue.end_time or 0) <= (span.end_time or 0)
-
-
-async def test_documents_of_a_client_are_its_trace_too(
-    exporter: InMemorySpanExporter, server: FastAPI
-) -> None:
-    body, headers = {"documents": TEXTS}, {"traceparent": CALLER}
-    async with client(server) as http:
-        reply = await http.post("/v1/prefill", json=body, headers=headers)
-    assert reply.status_code == 200, reply.text
-    (span,) = named(exporter, "kvcache_rag.add")
-    assert traced_by(exporter, span, CALLER)
 
 
 async def test_requests_of_a_batch_stay_in_traces_of_their_own(

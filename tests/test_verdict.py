@@ -11,7 +11,7 @@ import pytest
 from verdicts import REUSE, make_verdict
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, PolicyScore, Verdict
+from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,17 +164,6 @@ def test_a_huge_number_in_the_file_does_not_pass(verdict: Verdict) -> None:
         Verdict.from_json(text)
 
 
-def test_a_folder_is_no_verdict(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        Verdict.load(tmp_path)
-
-
 def test_few_questions_are_weak(verdict: Verdict) -> None:
     assert not verdict.is_weak
     assert make_verdict(IDENTITY, {}, questions=29).is_weak
-
-
-def test_rows_are_what_they_say() -> None:
-    assert PolicyScore("Reuse()") != PolicyScore("Reuse()", score=1.0)
-    assert NumericsCheck("x", 0.1, 0.1).passed
-    assert not NumericsCheck("x", math.nan, 0.1).passed

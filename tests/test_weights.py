@@ -20,7 +20,6 @@ from zoo import FAMILIES, HYBRIDS, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     Combination,
-    DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
@@ -191,17 +190,6 @@ def test_chunks_of_weights_that_are_back_are_found_again(there: Change, back: Ch
     assert_as_new(engine)
 
 
-def test_weights_that_are_loaded_again_have_their_chunks_again() -> None:
-    engine = make_engine(build("qwen2"))
-    keys = engine.add(TEXTS)
-    state = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    load_other(engine.model)
-    assert engine.keys(TEXTS) != keys
-    engine.model.load_state_dict(state)
-    assert engine.keys(TEXTS) == keys
-    assert reused(engine)
-
-
 def test_a_write_to_a_hub_model_is_a_key_of_its_own_however_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,19 +256,6 @@ def test_who_tells_of_a_write_has_no_wrong_answer() -> None:
     spec = engine.spec
     engine.weights_changed()
     assert engine.spec == spec, "nothing was written in fact"
-
-
-def test_a_stream_that_waited_for_another_answer_is_planned_anew() -> None:
-    engine = make_engine(adapted())
-    engine.add(TEXTS)
-    with access.lock(engine):  # another answer in progress
-        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=2)
-        time.sleep(0.1)
-        engine.model.set_adapter("two")
-    found = "".join(stream)
-    assert stream.metrics is not None
-    assert stream.metrics.reused_tokens == 0
-    assert found == make_engine(engine.model).generate(QUESTION, TEXTS, max_new_tokens=2).text
 
 
 def test_a_request_that_waited_for_another_answer_is_planned_anew() -> None:
@@ -439,16 +414,6 @@ def test_an_auxiliary_that_is_the_model_itself_never_waits_for_its_own_answer() 
         thread.start()
         thread.join(30)
         assert found
-
-
-def test_chunks_on_disk_are_found_by_a_process_with_the_same_weights(tmp_path: Any) -> None:
-    first = make_engine(adapted(), store=DiskStore(tmp_path))
-    first.model.set_adapter("two")
-    first.add(TEXTS)
-    second = make_engine(adapted(), store=DiskStore(tmp_path))
-    assert reused(second) == 0
-    second.model.set_adapter("two")
-    assert reused(second)
 
 
 def test_a_model_that_was_cast_is_refused_in_one_sentence() -> None:

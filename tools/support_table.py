@@ -54,7 +54,7 @@ def rows() -> list[str]:
         found = engine.logits(laws.QUESTION, laws.TEXTS, policy=Reuse())
         expected = laws.masked_logits(engine, laws.TEXTS, "reordered")
         verdict = "exact" if laws.error(found, expected) < laws.TOLERANCE else "DIFFERS"
-        lines.append(f"| {name} | {special} | {_measured(layout)} | {verdict} |")
+        lines.append(f"| {name} | {special} | {measured(layout)} | {verdict} |")
     for name, (_, _, reason) in zoo.REFUSED.items():
         engine = laws.make_engine(name)
         try:
@@ -85,13 +85,13 @@ def _recurrent_rows() -> list[str]:
         found = engine.logits(laws.QUESTION, laws.TEXTS, policy=Reuse())
         error = laws.error(found, expected)
         verdict = "exact" if error < laws.TOLERANCE else "DIFFERS"
-        forms = sorted({_FORMS[state.form] for state in layout.states})
-        rotation = _measured(layout) if layout.groups else "no attention"
+        forms = sorted({FORMS[state.form] for state in layout.states})
+        rotation = measured(layout) if layout.groups else "no attention"
         lines.append(f"| {name} | {recurrence} | {', '.join(forms)} | {rotation} | {verdict} |")
     return lines
 
 
-_FORMS = {
+FORMS = {
     "none": "nothing: its last inputs count",
     "scale": "numbers",
     "left": "a matrix a head",
@@ -99,7 +99,7 @@ _FORMS = {
 }
 
 
-def _measured(layout: ModelLayout) -> str:
+def measured(layout: ModelLayout) -> str:
     """Such as `K half[0:16]` per group of layers; V only where it turns."""
     turns = []
     for group in layout.groups:

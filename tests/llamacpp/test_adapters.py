@@ -12,8 +12,8 @@ from laws import QUESTION, TEXTS, error
 from llamacpp.asking import opened, rounding
 from safetensors.torch import load_file, save_file
 
-from kvcache_rag import BestFew, FullRecompute, InvalidInputError, Reuse
-from kvcache_rag.models.adapters import CONFIG, WEIGHTS, write_training
+from kvcache_rag import FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.models.adapters import CONFIG, WEIGHTS
 from kvcache_rag.models.pretrained import load
 
 if TYPE_CHECKING:
@@ -82,16 +82,6 @@ def test_chunks_of_an_adapter_are_its_own(files: Files, tmp_path: Path) -> None:
     engines = [opened(path), *(opened(path, adapter=one) for one in (first, second, first))]
     assert len({engine.spec for engine in engines}) == 3
     assert engines[1].spec == engines[3].spec
-
-
-def test_one_that_was_trained_for_blocks_makes_reuse_the_default(
-    files: Files, tmp_path: Path
-) -> None:
-    path = files("llama")
-    folder = write_adapter(path, tmp_path / "adapter")
-    assert opened(path, adapter=folder).policy == BestFew()
-    write_training(folder)
-    assert opened(path, adapter=folder).policy == Reuse()
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,7 @@ def test_beams_behind_windows(engine: Engine) -> None:
     assert again.token_ids == full.token_ids
 
 
-@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda policy: policy.name)
-def test_samples(both: tuple[Engine, Engine], policy: ReusePolicy) -> None:
+def test_samples(both: tuple[Engine, Engine]) -> None:
     """Law: with a seed, samples are those of transformers."""
     said = set()
     for seed in range(4):
@@ -189,21 +188,20 @@ def test_samples(both: tuple[Engine, Engine], policy: ReusePolicy) -> None:
         for engine in both:
             torch.manual_seed(seed)
             options: dict[str, Any] = {"temperature": 1.3, "top_k": 50, "max_new_tokens": 16}
-            answers.append(engine.generate(LONG_QUESTION, TEXTS, policy=policy, **options))
+            answers.append(engine.generate(LONG_QUESTION, TEXTS, policy=Reuse(), **options))
         assert answers[0].token_ids == answers[1].token_ids
         said.add(answers[0].token_ids)
     assert len(said) == 4
 
 
-@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda policy: policy.name)
 def test_logits_processors_see_what_they_would_see_of_transformers(
-    both: tuple[Engine, Engine], policy: ReusePolicy
+    both: tuple[Engine, Engine],
 ) -> None:
     seen = []
     for engine in both:
         recorder = Recorder()
         options: dict[str, Any] = {"logits_processor": [recorder], "max_new_tokens": 6}
-        engine.generate(LONG_QUESTION, TEXTS, policy=policy, min_new_tokens=6, **options)
+        engine.generate(LONG_QUESTION, TEXTS, policy=Reuse(), min_new_tokens=6, **options)
         seen.append(torch.cat(recorder.steps).masked_fill(torch.cat(recorder.steps).isinf(), 0.0))
     assert len(seen[0]) == 6
     assert error(*seen) < 1e-4
@@ -226,17 +224,8 @@ def test_logits_processors_see_what_they_would_see_of_transformers(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda policy: policy.name)
-def test_options(both: tuple[Engine, Engine], policy: ReusePolicy, options: dict[str, Any]) -> None:
-    same(both, LONG_QUESTION, TEXTS, policy=policy, **{"max_new_tokens": 20, **options})
-
-
-def test_rounds(both: tuple[Engine, Engine]) -> None:
-    """Law: what does not fit at once is read in rounds, or left out."""
-    texts = ["".join(TEXTS) * 8 + str(number) for number in range(4)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "policy": Reuse()}
-    assert same(both, QUESTION, texts, overflow="refine", **options).metrics.misses in (0, 4)
-    assert same(both, QUESTION, texts, overflow="drop_lowest", **options).metrics.dropped_chunks
+def test_options(both: tuple[Engine, Engine], options: dict[str, Any]) -> None:
+    same(both, LONG_QUESTION, TEXTS, policy=Reuse(), **{"max_new_tokens": 20, **options})
 
 
 # ---------------------------------------------------------------------- guesses

@@ -16,7 +16,6 @@ from llamacpp.own import caches
 
 from kvcache_rag import (
     CacheClip,
-    Combination,
     DiskStore,
     Engine,
     FullRecompute,
@@ -44,7 +43,6 @@ STORES: dict[str, Callable[[Path], ChunkStore]] = {
     "memory": lambda folder: MemoryStore(),
     "disk": lambda folder: DiskStore(folder, durable=False),
     "tiers": lambda folder: TieredStore(MemoryStore(20_000), DiskStore(folder, durable=False)),
-    "signed": lambda folder: DiskStore(folder, durable=False, signing_key=b"k" * 32),
     "nowhere": lambda folder: MemoryStore(0),
 }
 
@@ -106,32 +104,6 @@ def test_in_fewer_bits(
         assert engine.logits(QUESTION, TEXTS, policy=policy).isfinite().all()
 
 
-def test_combinations_have_a_store_of_their_own(family: str, files: Files) -> None:
-    engine = opened(files(family))
-    assert asked(engine, policy=Combination()).metrics.misses == 1
-    assert asked(engine, policy=Combination()).metrics.misses == 0
-    assert asked(engine, TEXTS[::-1], policy=Combination()).metrics.misses == 1
-    assert asked(engine, policy=Reuse()).metrics.misses == 3
-
-
-# ---------------------------------------------------------------------- tenants
-def test_another_tenant_never_finds_them(family: str, files: Files, tmp_path: Path) -> None:
-    """Law: a namespace finds its own chunks alone; answers are the same."""
-    store = DiskStore(tmp_path, durable=False)
-    mine = opened(files(family), store=store, namespace="mine")
-    expected = asked(mine).token_ids
-    theirs = mine.in_namespace("theirs")
-    other = opened(files(family), store=store, namespace="other")
-    for engine in (theirs, other):
-        assert engine.keys(TEXTS) != mine.keys(TEXTS)
-        answer = asked(engine)
-        assert (answer.metrics.misses, answer.token_ids) == (3, expected)
-    assert asked(mine).metrics.misses == asked(theirs).metrics.misses == 0
-    assert mine.delete_namespace() > 0
-    assert asked(theirs).metrics.misses == 0
-    assert asked(mine).metrics.misses == 3
-
-
 def test_of_a_deleted_namespace_nothing_is_left(
     family: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,16 +129,6 @@ def test_of_a_deleted_namespace_nothing_is_left(
     assert [len(one) > 100 for one in held].count(True) == 1, "sequences of before"
     assert struct.unpack_from("<I", held[FIRST], 12)[0] == alone
     assert asked(engine).metrics.misses == len(TEXTS)
-
-
-def test_memory_that_is_given_back(family: str, files: Files) -> None:
-    engine = opened(files(family))
-    expected = asked(engine).token_ids
-    llama = access.adapter(engine).llama
-    engine.forget_buffer()
-    assert llama.context is None
-    answer = asked(engine)
-    assert (answer.token_ids, answer.metrics.misses) == (expected, 0)
 
 
 # ---------------------------------------------------------------------- what is damaged, or lies
@@ -273,19 +235,3 @@ def test_of_a_file_that_lies_nothing_reaches_llama_cpp(
         assert answer.metrics.misses == 1
         assert answer.token_ids == expected
         assert {*states} == right
-
-
-def test_what_another_key_signed_is_a_miss(family: str, files: Files, tmp_path: Path) -> None:
-    written = opened(files(family), store=DiskStore(tmp_path, durable=False, signing_key=b"a" * 32))
-    written.add(TEXTS)
-    store = DiskStore(tmp_path, durable=False, signing_key=b"b" * 32)
-    answer = asked(opened(files(family), store=store))
-    assert [miss.reason for miss in answer.metrics.missed] == ["not signed"] * 3
-
-
-def test_deleted_chunks_are_computed_again(family: str, files: Files) -> None:
-    engine = opened(files(family))
-    expected = asked(engine)
-    engine.delete(engine.keys(TEXTS[:2]))
-    answer = asked(engine)
-    assert (answer.metrics.misses, answer.token_ids) == (2, expected.token_ids)

@@ -129,59 +129,6 @@ def test_a_long_chunk_in_parts(
     assert error(found, expected) < rounding(family)
 
 
-def test_the_best_chunk_is_computed_with_the_question(
-    engine: Engine, family: str, files: Files, own: Decoder
-) -> None:
-    """Law: `BestLast` = the others stitched, the best chunk part of the query."""
-    found = engine.logits(QUESTION, TEXTS, policy=BestLast())  # best first
-    ids = ids_of(engine, [*TEXTS[:0:-1], TEXTS[0]])
-    others, best = [[*one] for one in ids.chunks[:-1]], ids.chunks[-1]
-    query = [*best, *ids.query]
-    ways = [
-        own(files(family)).stitched([*ids.prefix], order, query)[-len(ids.query) :]
-        for order in (others, others[::-1])
-    ]
-    errors = sorted(error(found, way) for way in ways)
-    assert errors[0] < rounding(family) < errors[1] / 10
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_best_few_are_a_full_prefill_of_them(
-    engine: Engine, family: str, files: Files, own: Decoder, count: int
-) -> None:
-    """Law: `BestFew` = llama.cpp's own prefill of the best chunks, best first, and of no others.
-
-    Twice, as the first chunk is computed at first and comes from the store then.
-    """
-    ids = ids_of(engine, TEXTS[:count])
-    expected = own(files(family)).full(ids.all, len(ids.query))
-    for _ in range(2):
-        found = engine.logits(QUESTION, TEXTS, policy=BestFew(count))
-        assert found.shape == expected.shape
-        assert error(found, expected) < rounding(family)
-    metrics = engine.generate(QUESTION, TEXTS, policy=BestFew(count), max_new_tokens=1).metrics
-    assert metrics.reused_tokens == len(ids.chunks[0])
-    assert metrics.fresh_tokens == sum(map(len, ids.chunks[1:]))
-    assert metrics.recomputed_tokens == metrics.prefilled_tokens == 0
-    assert metrics.answered_from == tuple(range(count))
-    # The law can fail: one chunk less, and another one first.
-    for texts in (TEXTS[: count - 1], [*TEXTS[1:count], TEXTS[0]] if count > 1 else TEXTS[1:2]):
-        wrong = ids_of(engine, texts)
-        other = own(files(family)).full(wrong.all, len(wrong.query))
-        assert error(other, expected) > 10 * rounding(family)
-
-
-def test_a_combination_is_one_chunk(
-    engine: Engine, family: str, files: Files, own: Decoder
-) -> None:
-    """Law: chunks that were computed together are a full prefill, and one chunk."""
-    ids = ids_of(engine)
-    expected = own(files(family)).full(ids.all, len(ids.query))
-    for _ in range(2):
-        found = engine.logits(QUESTION, TEXTS, policy=Combination())
-        assert error(found, expected) < rounding(family)
-
-
 # ---------------------------------------------------------------------- of transformers
 def _pairs(files: Files, float_smollm2: Path, name: str) -> tuple[Engine, Engine]:
     if name != "smollm2":

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error
-from llamacpp.asking import POLICIES, After, ids_of, opened, parts, questions, rounding
+from llamacpp.asking import POLICIES, After, ids_of, opened, parts, rounding
 from llamacpp.ggufs import LENGTH
 
 from kvcache_rag import (
@@ -51,9 +51,6 @@ def engine(request: pytest.FixtureRequest, files: Files) -> Engine:
     "options",
     [
         {},
-        {"temperature": 0.8},
-        {"num_beams": 3},
-        {"policy": Reuse()},
         {"policy": Reuse(), "num_beams": 3},
         {"policy": BestLast(), "temperature": 0.8},
     ],
@@ -77,26 +74,6 @@ def test_a_pass_ends_when_an_event_is_set(engine: Engine, options: dict[str, Any
     if "temperature" not in options:
         again = engine.generate(question, LONG, cancelled=threading.Event(), **options)
         assert again.token_ids == expected.token_ids
-
-
-def test_an_answer_ends_at_the_next_token(engine: Engine) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 500, "min_new_tokens": 500, "policy": Reuse()}
-    stream = engine.stream(QUESTION, TEXTS, **options)
-    pieces = [next(iter(stream))]
-    stream.close()
-    assert pieces
-    event = threading.Event()
-    said: list[str] = []
-
-    def emit(piece: str) -> None:
-        said.append(piece)
-        if len(said) == 3:
-            event.set()
-
-    answer = engine.generate(QUESTION, TEXTS, emit=emit, cancelled=event, **options)
-    assert len(answer.token_ids) < 20
-    short = engine.generate(QUESTION, TEXTS, **{**options, "max_new_tokens": 8})
-    assert short.token_ids[: len(answer.token_ids)] == answer.token_ids[:8]
 
 
 def calling(act: Callable[[], Any]) -> Callable[[str], Any]:
@@ -125,14 +102,6 @@ def test_chunks_are_computed_until_nobody_wants_them(engine: Engine) -> None:
     found = tenant.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4)
     expected = engine.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4)
     assert found.token_ids == expected.token_ids
-
-
-def test_a_batch_that_is_stopped(engine: Engine) -> None:
-    asked = [("".join(TEXTS) * 3, LONG[:1]), (QUESTION, TEXTS)]
-    for policy in (Reuse(), FullRecompute()):
-        answers = engine.generate_batch(asked, policy=policy, cancelled=After(2), max_new_tokens=9)
-        assert [one.token_ids for one in answers] == [(), ()]
-    assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2).token_ids
 
 
 # ---------------------------------------------------------------------- by many
@@ -207,19 +176,6 @@ def test_a_cache_of_before_is_refused(engine: Engine) -> None:
     engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)
     with pytest.raises(KVCacheRagError, match="belongs to an earlier answer"):
         model.forward(ids[:, 2:], cache, torch.arange(2, 3))
-
-
-# ---------------------------------------------------------------------- for long
-def test_memory_stays_what_it_is(files: Files) -> None:
-    """Law: three hundred questions take no more memory than the first ones.  Measured: 0 MiB."""
-    engine = opened(files("llama"), store=MemoryStore(2_000_000), context_window=1500)
-    process, seen = psutil.Process(), []
-    for number, (question, chunks, options) in enumerate(questions(300)):
-        engine.generate(question, chunks, **options)
-        if number % 50 == 49:
-            gc.collect()
-            seen.append(process.memory_info().rss / 2**20)
-    assert seen[-1] - seen[2] < 10, f"MiB after fifty questions each: {seen}"
 
 
 def test_what_nobody_holds_is_freed(files: Files) -> None:
