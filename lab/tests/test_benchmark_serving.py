@@ -15,17 +15,12 @@ import torch
 
 from benchmarks import serving
 from benchmarks.serving import (
-    FULL_PLAN,
-    QUICK_PLAN,
     Point,
     against,
     columns,
     nbytes_of,
     paired,
-    parse,
-    plan_of,
     summary,
-    wanted_points,
 )
 from benchmarks.serving_servers import (
     AHEAD,
@@ -156,16 +151,6 @@ def test_what_is_no_answer_is_none(answer: bytes, status: int, said: str) -> Non
     assert said in found.message
 
 
-def test_a_closed_port_is_no_answer() -> None:
-    async def use(port: int) -> int:
-        return port
-
-    port = asyncio.run(_served(None, use))
-    found = asyncio.run(ask(port, b"{}", 0.0))
-    assert not found.answered
-    assert found.message
-
-
 def test_requests_are_sent_when_they_arrive_whatever_became_of_those_before() -> None:
     """No answer is given before all requests are there: a closed loop would wait for ever."""
     load = Load([Asked(0.01 * n, (n,), f"q{n}") for n in range(6)], list("abcdef"), 16, "full", "m")
@@ -293,20 +278,6 @@ def test_a_few_blocks_give_no_interval() -> None:
 
 
 # ------------------------------------------------------------------------------------ the command
-def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_of(parse([])) is FULL_PLAN
-    assert plan_of(parse(["--quick"])) is QUICK_PLAN
-    assert parse(["--quick"]).json.parent.name == "quick"
-    few = plan_of(parse(["--requests", "10"]))
-    assert {point.requests for point in few.points} == {10}
-    assert wanted_points(FULL_PLAN, None)[0] == Point("zipf", 1.2, 1000)
-    assert wanted_points(FULL_PLAN, ["uniform:2.4", "zipf:0.6"]) == [
-        Point("uniform", 2.4, 300),
-        Point("zipf", 0.6, 60),
-    ]
-    with pytest.raises(SystemExit):
-        parse(["--points", "zipf:7"])
-    assert "--points knows" in capsys.readouterr().err
 
 
 def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) -> None:
