@@ -263,24 +263,6 @@ def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine)
     assert [one.metrics.fresh_tokens for one in batch] == [answer.metrics.fresh_tokens, plain]
 
 
-def test_who_answers_is_told_by_the_numbers_given(remote: RemoteEngine, engine: Engine) -> None:
-    texts = [DOCUMENTS[1], DOCUMENTS[1], "The box is green.", DOCUMENTS[0]]
-    cost = remote.generate(QUESTION, texts, policy="bestfew:1", max_new_tokens=4).metrics
-    assert (cost.answered_from, cost.unused_chunks) == ((3,), 2)
-    long = "Tano keeps the old map. " * (engine.context_window // 3)
-    options: dict[str, Any] = {"policy": "bestfew:1", "overflow": "drop_lowest"}
-    options |= {"scores": [0.0, 9.0, 8.0], "max_new_tokens": 4}
-    given = ["The box is green.", DOCUMENTS[0], DOCUMENTS[1]]
-    cost = remote.generate(QUESTION, given, **options).metrics
-    assert (cost.answered_from, cost.unused_chunks, cost.dropped_chunks) == ((1,), 2, 0)
-    options["policy"] = "full"
-    cost = remote.generate(QUESTION, [long, *given[1:]], **options).metrics
-    assert (cost.answered_from, cost.unused_chunks, cost.dropped_chunks) == ((1, 2), 0, 1)
-    streamed = remote.stream(QUESTION, [long, *given[1:]], **options)
-    assert list(streamed)
-    assert streamed.metrics.answered_from == (1, 2), "not those of the texts that were sent"
-
-
 def test_scores_are_told_as_they_were_given() -> None:
     bodies: list[Any] = []
 
