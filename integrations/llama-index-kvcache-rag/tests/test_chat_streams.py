@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from chat_helpers import HISTORY, NEXT, QUESTION, WAYS, ask, make_index, said
+from chat_helpers import HISTORY, QUESTION, WAYS, ask, make_index, said
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index_helpers import settled
-from small import Loop, make_model
+from small import make_model
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
@@ -396,18 +396,3 @@ async def test_turn_is_remembered_whole_or_not_at_all(
 
 
 # ---------------------------------------------------------------------- event loop
-@pytest.mark.parametrize("way", ["achat", "astream_chat"])
-async def test_event_loop_is_not_blocked(
-    index: VectorStoreIndex,
-    llm: KVCacheLLM,
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-) -> None:
-    engine = KVCacheChatEngine.from_index(index, llm)
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    await ask(engine, way, QUESTION, list(HISTORY))
-    asked = loop.turns
-    assert asked > 3
-    await ask(engine, way, NEXT)
-    assert loop.turns > asked + 3
