@@ -191,9 +191,6 @@ def test_wrong_arguments_are_told(llm: KVCacheLLM, name: str) -> None:
         list(getattr(llm, name)("a", assistant_early_exit=2))
 
 
-# ---------------------------------------------------------------------- chunks
-
-
 # ---------------------------------------------------------------------- events
 @pytest.mark.parametrize(
     ("call", "expected"),
