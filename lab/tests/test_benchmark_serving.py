@@ -39,7 +39,6 @@ from benchmarks.serving_servers import (
     command_of,
     draw_requests,
     generated,
-    joined,
     run_load,
     save_model,
 )
@@ -278,8 +277,6 @@ def test_a_few_blocks_give_no_interval() -> None:
 
 
 # ------------------------------------------------------------------------------------ the command
-
-
 def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) -> None:
     place = Place(tmp_path / "model", tmp_path, 1000)
     for arm in (OWN, SHARED, AHEAD):
@@ -329,20 +326,6 @@ def test_runs_of_another_set_up_are_not_mixed(
 
 
 # ----------------------------------------------------------------------- the model, the documents
-def test_documents_are_joined_within_their_title(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    rows = [("A", "x" * 70), ("A", "y" * 70), ("A", "z" * 70), ("B", "u" * 70), ("B", "v" * 70)]
-    file.write_text("".join(json.dumps({"title": t, "text": text}) + "\n" for t, text in rows))
-    assert joined(file, 100) == ["x" * 70 + "\n" + "y" * 70, "u" * 70 + "\n" + "v" * 70]
-    with pytest.raises(ValueError, match="no 1000 characters"):
-        joined(file, 1000)
-
-
-def test_generated_documents_differ_and_are_long_enough() -> None:
-    found = generated(5, 400, seed=3)
-    assert len(set(found)) == 5
-    assert all(400 <= len(text) <= 420 for text in found)
-    assert generated(5, 400, seed=3) == found
 
 
 def test_answers_are_as_long_as_asked_and_files_as_large_as_computed(tmp_path: Path) -> None:

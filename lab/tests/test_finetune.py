@@ -203,7 +203,7 @@ def test_it_learns_from_a_file(small: Path, tmp_path: Path) -> None:
         tmp_path / "model",
         data=JsonlData(data),
         plain=write_rows(tmp_path / "plain.jsonl", [*plain, {"messages": turns}]),
-        steps=30,
+        steps=12,
         rate=3e-3,
     )
     report = finetune(config)

@@ -110,7 +110,7 @@ def test_a_batch_of_several_samples_is_one_by_one(family: str) -> None:
     assert batch.tokens == sum(learner.batch([sample]).tokens for sample in samples)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "lfm2", "jamba"])
 def test_without_a_prefix_gradients_get_through(family: str) -> None:
     learner = make_learner(family)
     bare = Encoded((), ((9, 8), (7, 7, 8), (9, 8)), (TargetSpan((5, 6), (7,)),))
