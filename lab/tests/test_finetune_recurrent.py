@@ -13,13 +13,13 @@ from test_finetune_learner import (
     TEMPLATE,
     TEXTS,
     encoder,
+    ensure_the_engines,
     error,
     make_learner,
-    query_logits,
 )
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.prompt.template import FILE_NAME
@@ -45,24 +45,13 @@ def loss_of(learner: Learner, sample: Encoded) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "scheme"), CASES)
 def test_training_logits_are_the_engines(family: str, scheme: Any) -> None:
-    engine = Engine(build(family), byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
     learner = make_learner(family, scheme)
     if scheme == "composite" and learner.adapter.measured.by_place:
         with pytest.raises(UnsupportedModelError, match="cannot overlap"):
             learner.forward.ensure_possible()
         return
     learner.forward.ensure_possible()
-    learner.adapter.model.train()
-    sample = encoder(learner).qa(SAMPLE)
-    logits = learner.logits(learner.batch([sample]))
-    assert logits.requires_grad
-    full = learner.logits(learner.batch([sample.joined]))
-    for index, asked in enumerate(SAMPLE.questions):
-        stitched = engine.logits(asked.question, TEXTS, policy=Reuse(positions=scheme))
-        assert error(query_logits(logits.detach(), sample, index), stitched) < TOLERANCE
-        plain = engine.logits(asked.question, TEXTS, policy=FullRecompute())
-        assert error(query_logits(full.detach(), sample, index), plain) < TOLERANCE
-        assert error(stitched, plain) > 10 * TOLERANCE, "the two could not be told apart"
+    ensure_the_engines(learner, family, scheme)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2", "mamba"])

@@ -208,10 +208,6 @@ def test_prefill_missing_fills_and_writes_references(
     assert row(store, "a")["kv_key"] == keys_of(engine, "page: 1\n\nFirst.")[0].digest
     assert store.prefill_missing() == 0
     assert prefilled() == 0
-    # Evicted KV comes back too, though no reference has to be written.
-    engine.store.delete(keys_of(engine, "Third.")[0])
-    assert store.prefill_missing() == 0
-    assert prefilled() == 1
 
 
 # ---------------------------------------------------------------------- LlamaIndex's ingestion
