@@ -326,8 +326,6 @@ def test_runs_of_another_set_up_are_not_mixed(
 
 
 # ----------------------------------------------------------------------- the model, the documents
-
-
 def test_answers_are_as_long_as_asked_and_files_as_large_as_computed(tmp_path: Path) -> None:
     texts = generated(6, 400)
     tokenizer = save_model(TINY_SHAPE, texts, tmp_path / "model")

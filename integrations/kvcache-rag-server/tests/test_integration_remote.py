@@ -105,8 +105,6 @@ def yes(_: httpx.Request) -> httpx.Response:
 
 
 # ---------------------------------------------------------------------- the same answers
-
-
 @pytest.mark.parametrize("policy", [None, Reuse("composite"), CacheBlend(0.5), FullRecompute()])
 def test_answers_are_those_of_the_engine_there(
     remote: RemoteEngine, engine: Engine, policy: Any
@@ -304,8 +302,6 @@ def test_tenants_are_told_by_their_keys(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- what ends before its time
-
-
 class Slow:
     """A server that does not answer, and notices who goes away."""
 
@@ -383,8 +379,6 @@ def test_an_error_within_a_stream_is_the_clients_or_the_servers() -> None:
 
 
 # ---------------------------------------------------------------------- what cannot be
-
-
 @pytest.mark.parametrize("url", ["", "server:8000", "ftp://server", 3])
 def test_what_is_no_url_is_refused(url: Any) -> None:
     with pytest.raises(InvalidInputError, match="no server's URL"):
@@ -460,8 +454,6 @@ def test_what_needs_the_model_is_refused(remote: RemoteEngine, engine: Engine) -
 
 
 # ---------------------------------------------------------------------- laws of its form
-
-
 def test_it_has_the_arguments_of_the_engine() -> None:
     shared = [
         name

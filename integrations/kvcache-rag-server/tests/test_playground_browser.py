@@ -13,9 +13,7 @@ import browser
 import pytest
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
-from kvcache_rag import (
-    FullRecompute,
-)
+from kvcache_rag import FullRecompute
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.backend import Finished, Piece, Started
 from kvcache_rag_server.keys import new_key
@@ -354,8 +352,6 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
 
 
 # ---------------------------------------------------------------------- what goes wrong
-
-
 def test_the_servers_sentence_is_shown(page: Page, url: str) -> None:
     page.open(url)
     page.documents("long " * 4500)
@@ -411,9 +407,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
         assert page.text("#stitched [data-part=text]") == "Sarn"
         assert page.script("return [localStorage.length, document.cookie]") == [0, ""]
         assert key not in page.driver.current_url
-
-
-# ---------------------------------------------------------------------- what was measured
 
 
 # ---------------------------------------------------------------------- files
@@ -475,8 +468,6 @@ def test_a_file_that_cannot_be_used_is_told(
 
 
 # ---------------------------------------------------------------------- for everybody
-
-
 @pytest.mark.parametrize(
     ("size", "on"), [(WIDE, False), (NARROW, True)], ids=["wide-light", "narrow-dark"]
 )

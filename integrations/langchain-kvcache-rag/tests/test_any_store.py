@@ -75,6 +75,3 @@ def test_prefill_writes_documents_as_the_chain_does(llm: ChatKVCache, prefilled:
     rag = KVCacheRAG(llm, document_prompt=prompt)
     message = rag.invoke({"question": "A cat?", "context": documents()})
     assert (message.response_metadata["kv_cache"]["misses"], prefilled()) == (0, 0)
-
-
-# ---------------------------------------------------------------------- what an answer says

@@ -184,9 +184,6 @@ def test_one_bad_question_spoils_only_itself(rag: KVCacheRAG, engine: Engine) ->
         rag.batch(asked)
 
 
-# ---------------------------------------------------------------------- the event loop
-
-
 # ---------------------------------------------------------------------- events
 async def test_events_tell_the_whole_story(chain: Runnable[str, str], engine: Engine) -> None:
     events = [event async for event in chain.astream_events("Who sat?", version="v2")]

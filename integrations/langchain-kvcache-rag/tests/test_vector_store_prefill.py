@@ -41,8 +41,6 @@ def store(llm: ChatKVCache) -> KVCacheChroma:
 
 
 # ---------------------------------------------------------------------- references
-
-
 READS: dict[str, Callable[[KVCacheChroma], Any]] = {
     "search": lambda store: store.similarity_search("Text."),
     "scores": lambda store: store.similarity_search_with_relevance_scores("Text."),

@@ -317,8 +317,6 @@ def test_a_step_takes_the_llm_of_the_settings(
 
 
 # ---------------------------------------------------------------------- what an answer says
-
-
 def test_a_node_that_was_edited_misses_for_its_text(
     llm: KVCacheLLM, embedding: HashEmbedding
 ) -> None:

@@ -73,8 +73,6 @@ def deleted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # ---------------------------------------------------------------------- references
-
-
 def test_returned_node_carries_the_reference_out_of_sight(store: KVCacheVectorStore) -> None:
     mine = node("a", "The tower is tall.", page=3)
     store.add([mine])
@@ -135,8 +133,6 @@ def test_reference_of_another_prefix_or_wrapper_is_not_used(
 
 
 # ---------------------------------------------------------------------- deleting and updating
-
-
 def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
     store: KVCacheVectorStore, engine: Engine, deleted: list[str], prefilled: Count
 ) -> None:

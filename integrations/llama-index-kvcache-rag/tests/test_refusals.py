@@ -45,8 +45,6 @@ def index() -> VectorStoreIndex:
 
 
 # ---------------------------------------------------------------------- when the LLM is made
-
-
 def test_without_an_embedding_it_is_said_which_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("IS_TESTING", raising=False)
     monkeypatch.setattr(Settings, "_embed_model", None)

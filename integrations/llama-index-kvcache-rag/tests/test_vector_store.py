@@ -130,8 +130,6 @@ async def test_async_forms(store: KVCacheVectorStore) -> None:
 
 
 # ---------------------------------------------------------------------- faults of the stock store
-
-
 def test_same_id_twice_in_one_call_keeps_the_last(
     memory: KVCacheVectorStore, llm: KVCacheLLM
 ) -> None:
