@@ -188,27 +188,6 @@ def url(reader: LocalBackend) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------- asking
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_it_opens_with_two_bars_and_a_question(page: Page, url: str, size: tuple[int, int]) -> None:
-    page.size(size)
-    page.open(url)
-    lanes = [page.find(f"#{side}-lane") for side in ("full", "stitched")]
-    assert [lane.text for lane in lanes] == ["Full prefill\n\u2013", "Reuse\n\u2013"]
-    assert max(lane.rect["y"] + lane.rect["height"] for lane in lanes) < size[1], "at once"
-    assert page.find("#question").get_attribute("value")
-    page.ask()
-    page.ask()
-    shown = [lane.find_element(By.CSS_SELECTOR, ".length").rect["width"] for lane in lanes]
-    most = lanes[0].find_element(By.CSS_SELECTOR, ".track").rect["width"]
-    times = [in_seconds(page.text(f"#{side}-lane b")) for side in ("full", "stitched")]
-    for length, time in zip(shown, times, strict=True):
-        assert length == pytest.approx(most * time / max(times), rel=0.05, abs=2)
-
-
-def in_seconds(told: str) -> float:
-    """A time as the page writes it."""
-    number, unit = told.split()
-    return float(number) / {"ms": 1000, "s": 1}[unit]
 
 
 def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
@@ -238,21 +217,6 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
         assert "6 in memory" in page.text("#stitched dl")
         assert page.count("prefilled") == 0
         assert page.text("#spans").count("from memory") == 6
-
-
-def test_counts_are_those_of_the_server(page: Page, url: str) -> None:
-    page.open(url)
-    page.dial("legolink", 8)
-    assert page.count("recomputed") == 5 * 8, "of every chunk but the first"
-    page.ask()
-    page.ask()
-    cached, computed = page.figures()
-    assert cached == page.count("reused") + page.count("recomputed")
-    assert computed == page.count("computed") + page.count("recomputed")
-    shown = page.script(
-        "return [...document.querySelectorAll('#spans .token')].map(t => t.textContent).join('')"
-    )
-    assert "<doc>Lispan lies on the river Sarn. Lispan has" in shown
 
 
 def test_the_dial_is_live(page: Page, url: str) -> None:
