@@ -69,6 +69,7 @@ def test_what_is_written_is_of_one_piece(
     assert found["settings"] == {"chunk": 40, "tokens": 3, "rounds": 2, "codec": "native"}
     check_speed(found["speed"])
     check_corpus(found["corpus"])
+    check_page(found)
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
     assert smallest_letters(plot) >= LEAST
     printed = capsys.readouterr().out
@@ -92,9 +93,8 @@ def fields(value: Any) -> set[str]:
     return {name for name in value if name not in named}.union(*map(fields, value.values()))
 
 
-def test_the_page_names_every_field(tmp_path: Path, own: tuple[str, str]) -> None:
-    words = ("--corpus", own[0], "--queries", own[1], "--budgets", "1GB")
-    found = measured(tmp_path, *QUICK, *words)
+def check_page(found: dict[str, Any]) -> None:
+    """The documentation names every field."""
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
@@ -206,7 +206,9 @@ def test_an_interrupt_keeps_the_rounds_that_were_over(
     assert farewell == f"kvcache-rag: stopped; {file} has what was measured until then"
 
 
-def test_folders_are_cut_as_build_cuts_them(tmp_path: Path) -> None:
+def test_folders_are_cut_as_build_cuts_them_and_the_policy_that_is_named_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from kvcache_rag_server.commands.corpora import cut
 
     folder = tmp_path / "texts"
@@ -214,9 +216,12 @@ def test_folders_are_cut_as_build_cuts_them(tmp_path: Path) -> None:
     text = " ".join(TEXTS)
     (folder / "a.txt").write_text(text)
     words = ("--corpus", str(folder), "--chunk-size", "50", "--chunk-overlap", "10")
-    corpus = measured(tmp_path, *QUICK, *words)["corpus"]
-    assert corpus["chunks"] == len(list(cut(text, make_tokenizer(), 50, 10)))
-    assert corpus["recurrence"] is None
+    found = measured(tmp_path, *QUICK, *words, "--policy", "bestlast")
+    assert found["corpus"]["chunks"] == len(list(cut(text, make_tokenizer(), 50, 10)))
+    assert found["corpus"]["recurrence"] is None
+    policy = "BestLast(share=0.2, positions='reordered')"
+    assert found["speed"]["policy"] == policy
+    assert f"from files by {policy}, in turns" in capsys.readouterr().out
 
 
 def test_queries_are_lines_or_json(tmp_path: Path) -> None:
@@ -266,6 +271,7 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
             ["--corpus", "corpus.jsonl", "--queries", "corpus.jsonl"],
             'corpus.jsonl, line 1: this is not {"question": "..."}; correct it',
         ),
+        (["--policy", "magic"], "magic"),
         (["--plot", "bench.txt"], "bench.txt must end in one of .png, .svg, .pdf"),
         (["--report", "absent/bench.json"], "cannot be a file; name one in a folder there is"),
     ],
@@ -334,17 +340,6 @@ def report(starts: dict[str, int | None]) -> dict[str, Any]:
         "pays_from": starts,
     }
     return {"speed": speed, "corpus": None}
-
-
-def test_the_policy_that_is_named_is_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = measured(tmp_path, *QUICK, "--policy", "bestlast")
-    policy = "BestLast(share=0.2, positions='reordered')"
-    assert found["speed"]["policy"] == policy
-    assert f"from files by {policy}, in turns" in capsys.readouterr().out
-    assert cli.main(["bench", "tiny", "--policy", "magic"]) == 2
-    assert "magic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

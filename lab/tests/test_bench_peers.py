@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from dataclasses import asdict
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import peers
 from benchmarks.common import read, result_file
-from benchmarks.peers import LARGER_PLAN, PLAN, QUICK, SIDES, Model, Rounds, jobs, wanted
+from benchmarks.peers import QUICK, SIDES, Model, Rounds, jobs
 from benchmarks.peers_prompts import QUERY, fitted, material, order_of
 from benchmarks.peers_report import (
     agreement,
-    better_peers,
     crossover,
     end_to_end,
     percentile95,
@@ -31,21 +23,11 @@ from benchmarks.peers_report import (
     rows_of,
     with_right,
 )
-from benchmarks.peers_servers import (
-    FLAGS,
-    NO_AMX,
-    Server,
-    VllmSide,
-    descendants,
-    error_in,
-    flags_for,
-)
 from kvcache_rag import BestFew
 from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 FACTS: dict[str, Any] = {
@@ -315,126 +297,6 @@ def test_the_table_has_a_line_for_each_way_of_using_a_side() -> None:
     # Who computes everything in bfloat16 answers as our full prefill does.
     right = {place: line["of rows"] for place, line in lines.items() if line["of rows"]}
     assert right == {("ours-auto", "full prefill"): 200, ("llama-BF16", ""): 200}
-
-
-def test_the_report_says_where_a_peer_is_better() -> None:
-    found = {(one["measure"], one["ours"], one["peer"]) for one in better_peers(report()["table"])}
-    assert ("same beginning s", "ours-auto Reuse()", "llama-BF16") in found
-    assert ("further token ms", "ours-auto BestFew()", "llama-BF16") in found
-    assert not any(measure == "new order s" for measure, _, _ in found)
-
-
-def test_a_plan_can_be_asked_for_in_part() -> None:
-    for plan in (PLAN, LARGER_PLAN):
-        some = wanted(plan, [1], [1024, 4096], 1)
-        assert set(some) == {(1, 1024), (1, 4096)}
-        assert all(rounds.full == 1 for rounds in some.values())
-
-
-OLD = "cc (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
-
-
-@pytest.mark.parametrize(
-    ("cpu", "compiler", "is_without"),
-    [
-        ("flags: amx_tile amx_int8", OLD, True),
-        ("flags: avx512f", OLD, False),
-        ("flags: amx_tile", OLD.replace("12.2.0", "13.1.0"), False),
-        ("flags: amx_tile", "Debian clang version 11.0.1", False),
-    ],
-)
-def test_llama_cpp_has_no_amx_of_an_old_gcc(cpu: str, compiler: str, is_without: bool) -> None:
-    flags = flags_for(cpu, compiler)
-    assert flags[: len(FLAGS)] == FLAGS
-    assert (f"-DCMAKE_CXX_FLAGS={NO_AMX}" in flags) is is_without
-
-
-def test_the_first_error_of_a_log_is_told(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    error = "ModuleNotFoundError: No module named 'cuda'"
-    log.write_text(f"WARNING ImportError: x\n  File x\n{error}\nRuntimeError: y\n")
-    assert error_in(log) == error
-    log.write_text("Killed\n\n")
-    assert error_in(log) == "Killed"
-
-
-def test_memory_is_that_of_all_processes() -> None:
-    command = [sys.executable, "-c", "import subprocess as s; s.run(['sleep', '60'])"]
-    with subprocess.Popen(command) as parent:
-        until = time.monotonic() + 20
-        while len(found := descendants(parent.pid)) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
-        together, alone = peers.memory(found), peers.memory(found[:1])
-        for pid in found[::-1]:
-            os.kill(pid, signal.SIGKILL)
-    assert len(found) == 2
-    assert together["peak_mib"] > alone["peak_mib"] > 0
-
-
-class _Engine(BaseHTTPRequestHandler):
-    """vLLM's server, as far as a side asks it; its tokens are numbers."""
-
-    asked: list[dict[str, Any]] = []  # noqa: RUF012 -- of the class, as a handler is made a request
-    cached = 128
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        self.send_response(200)
-        self.end_headers()
-        usage = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-        parts = [{"choices": [{"token_ids": [n]}]} for n in range(body["max_tokens"])]
-        for part in (*parts, {"choices": [], "usage": usage}):
-            self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def lmcache(tmp_path: Path) -> Iterator[VllmSide]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    side = VllmSide.__new__(VllmSide)
-    side._salt, side._context, side._lmcache, side._log = "salt", [0], True, tmp_path / "log"
-    side._server = Server.__new__(Server)
-    side._server._port = server.server_address[1]
-    yield side
-    server.shutdown()
-    server.server_close()
-
-
-def test_an_lmcache_that_keeps_nothing_says_why(
-    lmcache: VllmSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_Engine, "cached", 0)
-    lmcache._log.write_text("RuntimeError: No supported cpu connector found.\n")
-    with pytest.raises(RuntimeError, match="keeps nothing: RuntimeError: No supported cpu con"):
-        lmcache.facts()
-
-
-def test_vllm_finds_what_a_kind_wants_it_to_know(lmcache: VllmSide) -> None:
-    side = lmcache
-    job = {"prefix": [1], "context": [1, 2, 3], "query": [9], "new": 4}
-
-    def prompts(kind: str) -> list[tuple[list[int], str]]:
-        _Engine.asked.clear()
-        found = side.ask({**job, "kind": kind})
-        assert (found["tokens"], found["reused"]) == ([0, 1, 2, 3], 128)
-        return [(body["prompt"], body["cache_salt"]) for body in _Engine.asked]
-
-    ((whole, first),) = prompts("cold")
-    assert whole == [1, 2, 3, 9]
-    assert prompts("prefix") == [([1, 2, 3, 9], first)], "it was asked just before"
-    (warm, second), (again, third) = prompts("reorder")
-    assert (warm, again) == ([1, 9], whole), "the instruction alone is known"
-    assert first != second == third
-    assert [one for one, _ in prompts("prefix")] == [whole]
-    job["context"] = [1, 3, 2]
-    assert [one for one, _ in prompts("prefix")] == [[1, 3, 2, 9]] * 2
-    tags = [body["kv_transfer_params"]["lmcache.tag.salt"] for body in _Engine.asked]
-    assert tags == [body["cache_salt"] for body in _Engine.asked]
 
 
 def test_questions_are_about_what_the_chunks_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from benchmarks import peers, peers_answers
 from benchmarks.answers_scores import Results
 from benchmarks.answers_scores import Rows as KeptRows
 from benchmarks.common import read, write
-from benchmarks.peers_answers import KINDS, SETS, Rows, known, main, prompt_of, rows_of, text_of
+from benchmarks.peers_answers import KINDS, Rows, known, main, prompt_of, text_of
 from benchmarks.peers_report import exact_side
 from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -166,23 +166,3 @@ def test_answers_are_kept_and_told_beside_full_prefill(
     jobs.clear()
     assert run("--sides", "llama-file") == report
     assert not jobs, "what is known is not asked again"
-
-
-def test_rows_are_the_first_ones_of_the_first_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[str, int]] = []
-
-    def draw(task: Any, options: Any, retriever: Any) -> list[Question]:
-        assert options.half == "first"
-        drawn.append((task.name, options.rows))
-        return QUESTIONS
-
-    monkeypatch.setattr(peers_answers, "drawn", draw)
-    for name in SETS:
-        (tmp_path / f"{name}.jsonl").write_text("", encoding="utf-8")
-    for wanted in (60, 5):
-        options = peers.argparse.Namespace(work=tmp_path, data=tmp_path, rows=wanted)
-        assert len(rows_of(options)) == len(SETS)
-    assert drawn[:3] == [("squad", 60), ("2wiki", 50), ("nq", 50)]
-    assert {rows for _, rows in drawn[3:]} == {5}

@@ -170,28 +170,6 @@ def test_experts_are_asked_beside_policies_and_kept_like_them(run: Any, counted:
     assert not counted, "what results hold is not asked again"
 
 
-def test_the_other_half_is_added(run: Any) -> None:
-    run("--policies", "full")
-    run("--collect")
-    run("--policies", "full", "--half", "second", work="other")
-    found = run("--collect", work="other").sets["squad"]
-    assert found.half == [1, 1, 1, 2, 2, 2]
-    assert len(set(found.rows)) == 6
-
-
-def test_an_auxiliary_chooses_and_is_named(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--policies", "full", "cacheclip:0.5,0", "random:0.5", "--auxiliary", "tiny")
-    run(*given)
-    found = run("--collect")
-    assert [one["auxiliary"] for one in found.sittings] == ["tiny"]
-    for rows in found.sets.values():
-        clip, drawn = (rows.found[label]["computed"] for label in given[2:4])
-        assert all(0 < one < 1 for one in (*clip, *drawn))
-    with pytest.raises(AssertionError):
-        run("--policies", "full", "cacheclip:0.4")
-    assert "auxiliary" in capsys.readouterr().err
-
-
 def test_results_of_other_weights_or_questions_are_refused(
     run: Any, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,29 +341,6 @@ def test_times_are_told_as_medians_and_as_means() -> None:
     ]
     assert (row["ms"]["value"], row["mean ms"]["value"]) == (100, 250)
     assert (row["sooner"]["value"], row["mean, sooner"]["value"]) == (9, 4)
-
-
-def test_contexts_of_a_length_are_ranked_like_other_rows(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    timed = answers.Asker.times
-
-    def look(asker: Any, task: Any, cells: Any, items: Sequence[Asked]) -> Any:
-        seen.append((task.name, [item.question.scores for item in items]))
-        return timed(asker, task, cells, items)
-
-    monkeypatch.setattr(answers.Asker, "times", look)
-    monkeypatch.setattr(
-        answers.Retriever,
-        "_embedded",
-        lambda _, texts: np.array([[float(sum(map(ord, text)))] for text in texts]),
-    )
-    run("--part", "times", "--timed", "2", "--policies", "full", "bestfew", "--sets", "squad")
-    assert [name for name, _ in seen] == ["squad", "1k", "4k"]
-    for _, rows in seen:
-        assert all(list(scores) == sorted(scores, reverse=True) for scores in rows)
-    assert len(set(seen[1][1][0])) > 1, "they are not in the order of the file"
 
 
 def test_tables_are_computed_from_what_is_kept(tmp_path: Path) -> None:

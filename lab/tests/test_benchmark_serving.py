@@ -15,17 +15,12 @@ import torch
 
 from benchmarks import serving
 from benchmarks.serving import (
-    FULL_PLAN,
-    QUICK_PLAN,
     Point,
     against,
     columns,
     nbytes_of,
     paired,
-    parse,
-    plan_of,
     summary,
-    wanted_points,
 )
 from benchmarks.serving_servers import (
     AHEAD,
@@ -44,7 +39,6 @@ from benchmarks.serving_servers import (
     command_of,
     draw_requests,
     generated,
-    joined,
     run_load,
     save_model,
 )
@@ -154,16 +148,6 @@ def test_what_is_no_answer_is_none(answer: bytes, status: int, said: str) -> Non
     assert not found.answered
     assert found.status == status
     assert said in found.message
-
-
-def test_a_closed_port_is_no_answer() -> None:
-    async def use(port: int) -> int:
-        return port
-
-    port = asyncio.run(_served(None, use))
-    found = asyncio.run(ask(port, b"{}", 0.0))
-    assert not found.answered
-    assert found.message
 
 
 def test_requests_are_sent_when_they_arrive_whatever_became_of_those_before() -> None:
@@ -293,22 +277,6 @@ def test_a_few_blocks_give_no_interval() -> None:
 
 
 # ------------------------------------------------------------------------------------ the command
-def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_of(parse([])) is FULL_PLAN
-    assert plan_of(parse(["--quick"])) is QUICK_PLAN
-    assert parse(["--quick"]).json.parent.name == "quick"
-    few = plan_of(parse(["--requests", "10"]))
-    assert {point.requests for point in few.points} == {10}
-    assert wanted_points(FULL_PLAN, None)[0] == Point("zipf", 1.2, 1000)
-    assert wanted_points(FULL_PLAN, ["uniform:2.4", "zipf:0.6"]) == [
-        Point("uniform", 2.4, 300),
-        Point("zipf", 0.6, 60),
-    ]
-    with pytest.raises(SystemExit):
-        parse(["--points", "zipf:7"])
-    assert "--points knows" in capsys.readouterr().err
-
-
 def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) -> None:
     place = Place(tmp_path / "model", tmp_path, 1000)
     for arm in (OWN, SHARED, AHEAD):
@@ -358,22 +326,6 @@ def test_runs_of_another_set_up_are_not_mixed(
 
 
 # ----------------------------------------------------------------------- the model, the documents
-def test_documents_are_joined_within_their_title(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    rows = [("A", "x" * 70), ("A", "y" * 70), ("A", "z" * 70), ("B", "u" * 70), ("B", "v" * 70)]
-    file.write_text("".join(json.dumps({"title": t, "text": text}) + "\n" for t, text in rows))
-    assert joined(file, 100) == ["x" * 70 + "\n" + "y" * 70, "u" * 70 + "\n" + "v" * 70]
-    with pytest.raises(ValueError, match="no 1000 characters"):
-        joined(file, 1000)
-
-
-def test_generated_documents_differ_and_are_long_enough() -> None:
-    found = generated(5, 400, seed=3)
-    assert len(set(found)) == 5
-    assert all(400 <= len(text) <= 420 for text in found)
-    assert generated(5, 400, seed=3) == found
-
-
 def test_answers_are_as_long_as_asked_and_files_as_large_as_computed(tmp_path: Path) -> None:
     texts = generated(6, 400)
     tokenizer = save_model(TINY_SHAPE, texts, tmp_path / "model")

@@ -17,7 +17,7 @@ import pytest
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
-from kvcache_rag_lab.evaluation import datasets, longbench
+from kvcache_rag_lab.evaluation import datasets
 from kvcache_rag_lab.evaluation.datasets import (
     estimated_tokens,
     hotpot_questions,
@@ -220,23 +220,6 @@ def test_squad_rows_get_distractors_of_their_article_without_an_answer() -> None
     assert found["q4"].chunks[found["q4"].relevant[0]] == "Fact 1."
     assert found["q4"].relevant == (4,)
     assert found["q9"].chunks == ("Clouds are blue.",)
-
-
-def test_longbench_texts_are_cut_into_their_passages() -> None:
-    # Other sets, prompts and names: test_evaluation_longbench.
-    row = {
-        "input": "Who?",
-        "context": "Passage 1:\nHarbour\nIt says passage 3 within.\n\nPassage 2:\nTower\n",
-        "answers": ["Ada"],
-        "length": 9,
-        "dataset": "hotpotqa",
-        "language": "en",
-        "all_classes": None,
-        "_id": "l1",
-    }
-    (found,) = longbench.questions(longbench.LONGBENCH["longbench_hotpotqa"], [row])
-    assert found.chunks == ("Harbour\nIt says passage 3 within.", "Tower")
-    assert (found.id, found.relevant, found.language) == ("l1", (), "en")
 
 
 RGB = {

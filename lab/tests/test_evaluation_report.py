@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
-from pictures import LEAST, smallest_letters
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
@@ -167,12 +165,6 @@ def test_full_prefill_that_beats_closed_book_is_scored_however_low_it_is() -> No
     assert " worse" not in text.split("\n| policy")[1].split("\n- ")[0]
 
 
-def test_other_metrics_stand_beside_the_one_that_is_compared() -> None:
-    text = to_markdown(summarise(records(answered(GOOD, "full"), answered(WORSE, "some"))))
-    assert "| length % |" in text
-    assert text.count("| 100.0 |") == 2
-
-
 def test_without_full_prefill_nothing_is_compared() -> None:
     (group,) = summarise(records(answered(GOOD, "reuse", milliseconds=None)))
     assert group.scored is None
@@ -240,24 +232,6 @@ def test_the_plot_has_a_point_per_policy_and_greys_what_is_not_scored(tmp_path: 
     assert blue > 0
     draw(summarise(records(*[answered(GOOD, "full"), answered(WORSE, "some")])), file, "full")
     assert "#aaaaaa" not in file.read_text(encoding="utf-8").lower()
-
-
-def test_the_plot_can_be_read_on_a_telephone_however_many_groups(tmp_path: Path) -> None:
-    file = tmp_path / "plot.svg"
-    tasks = [answered(GOOD, "full", task=f"task {number}") for number in range(4)]
-    policies = [answered(WORSE, f"some policy of {number}", task="task 0") for number in range(5)]
-    draw(summarise(records(*tasks, *policies)), file, "full")
-    assert smallest_letters(file) >= LEAST
-    panel = r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="M ([\d.]+)'
-    lefts = re.findall(panel, file.read_text(encoding="utf-8"))
-    assert len(lefts) == 4
-    assert len(set(lefts)) == 1, "they stand in one line"
-
-
-def test_a_plot_as_png(tmp_path: Path) -> None:
-    file = tmp_path / "plot.png"
-    draw(summarise(two_groups()), file, "full")
-    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_plot_that_cannot_be_drawn_says_why(

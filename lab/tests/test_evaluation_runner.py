@@ -73,7 +73,7 @@ def ask(engine: Engine) -> Callable[..., Records]:
     """`evaluate` with a small task and the packaged reader."""
 
     def asked(**options: object) -> Records:
-        given = {"n": 8, "timed": 0, "models": {"tiny": engine}, **options}
+        given = {"n": 4, "timed": 0, "models": {"tiny": engine}, **options}
         tasks = given.pop("tasks", (Reading(),))
         return evaluate(tasks, given.pop("cells", CELLS), **given)  # type: ignore[arg-type]  # handed on as they came
 
@@ -98,7 +98,7 @@ def test_every_cell_answers_the_same_questions(ask: Callable[..., Records]) -> N
     asked = [
         [(row.place.question, row.digest, row.cluster) for row in one] for one in found.values()
     ]
-    assert len(asked[0]) == 8
+    assert len(asked[0]) == 4
     assert asked[0] == asked[1] == asked[2]
     assert records.baseline == "full"
     assert records.metrics == {"reading": "right"}
@@ -107,8 +107,8 @@ def test_every_cell_answers_the_same_questions(ask: Callable[..., Records]) -> N
 
 def test_answers_are_those_of_single_questions(engine: Engine, ask: Callable[..., Records]) -> None:
     task = Reading()
-    questions = {one.id: one for one in task.questions(8)}
-    for row in ask(batch=5).rows:
+    questions = {one.id: one for one in task.questions(4)}
+    for row in ask(batch=3).rows:
         question = questions[row.place.question]
         alone = engine.generate(
             question.question,
@@ -131,7 +131,7 @@ def test_costs_stand_beside_the_scores(ask: Callable[..., Records]) -> None:
 
 def test_a_sample_is_timed_alone(ask: Callable[..., Records]) -> None:
     for rows in by_cell(ask(timed=2)).values():
-        assert [row.times is not None for row in rows] == [True] * 2 + [False] * 6
+        assert [row.times is not None for row in rows] == [True] * 2 + [False] * 2
         times = rows[0].times
         assert times is not None
         assert times["ttft"] >= times["prefill"] > 0
@@ -150,8 +150,8 @@ def test_nothing_is_prefilled_while_the_clock_runs(
 
     monkeypatch.setattr(Engine, "generate", noted)
     policies = {"reuse": Reuse(), "together": Combination()}
-    ask(cells=make_cells(policies), tasks=(Reading(documents=2),), seed=3, timed=8)
-    ask(cells=make_cells(policies, codecs=("int8",)), seed=4, timed=8)
+    ask(cells=make_cells(policies), tasks=(Reading(documents=2),), seed=3, timed=4)
+    ask(cells=make_cells(policies, codecs=("int8",)), seed=4, timed=4)
     assert misses == {repr(policy): 0 for policy in policies.values()}
 
 
@@ -180,13 +180,13 @@ def test_closed_book_is_asked_without_documents(
     records = ask(cells=cells, tasks=(task,), timed=1, divergence=True)
     assert (records.baseline, records.closed) == ("full", CLOSED_BOOK)
     found = [row for row in records.rows if row.place.policy == CLOSED_BOOK]
-    assert len(found) == 16
+    assert len(found) == 8
     other = Engine(
         engine.model,
         engine.tokenizer,
         template=replace(engine.template, system=task.closed_instruction),
     )
-    for row, question in zip(found, task.questions(8) * 2, strict=True):
+    for row, question in zip(found, task.questions(4) * 2, strict=True):
         assert (row.chunk_tokens, row.recomputed_tokens) == (0, 0)
         assert row.answer == other.generate(question.question, max_new_tokens=16).text.strip()
         assert row.divergence is not None
@@ -208,7 +208,7 @@ def test_a_run_that_adds_policies_computes_nothing_again(
     }
     expected = ask(divergence=True)
     ask(cells=CELLS[:2], **options)
-    assert len(list(kept.iterdir())) == 8, "of full prefill alone"
+    assert len(list(kept.iterdir())) == 4, "of full prefill alone"
     prefilled = []
     monkeypatch.setattr(Prefiller, "compute", lambda *_: prefilled.append(1))
     monkeypatch.setattr(Engine, "logits", lambda *_: pytest.fail("a prompt was computed again"))
@@ -241,17 +241,17 @@ def test_a_run_goes_on_where_it_was_cut_short(
     ask: Callable[..., Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "records.jsonl"
-    expected = ask(batch=4)
+    expected = ask(batch=2)
     with monkeypatch.context() as patch:
         Counting(patch, stop_at=5)
         with pytest.raises(KeyboardInterrupt):
-            ask(batch=4, file=file)
+            ask(batch=2, file=file)
     half = file.read_bytes()
-    assert half.count(b'"task"') == 3 * 4
+    assert half.count(b'"task"') == 3 * 2
     file.write_bytes(half + b'{"task":"reading","que')  # killed while it wrote
     with monkeypatch.context() as patch:
         counting = Counting(patch)
-        assert untimed(ask(batch=4, file=file)) == untimed(expected)
+        assert untimed(ask(batch=2, file=file)) == untimed(expected)
         assert counting.batches == 3
     lines = file.read_text(encoding="utf-8").splitlines()
     assert all(json.loads(line) for line in lines)
@@ -270,22 +270,22 @@ def test_a_finished_file_needs_no_model_and_takes_more_cells(
     missing = {"tiny": str(tmp_path / "no model is here")}
     assert ask(cells=cells, file=file, models=missing) == before
     after = ask(cells=CELLS, file=file)
-    assert untimed(after)[:16] == untimed(before)
-    assert len(after.rows) == 24
+    assert untimed(after)[:8] == untimed(before)
+    assert len(after.rows) == 12
 
 
 def test_times_and_divergences_that_a_file_lacks_are_added(
     ask: Callable[..., Records], tmp_path: Path
 ) -> None:
     file = tmp_path / "records.jsonl"
-    before = ask(cells=CELLS[:2], n=4, file=file)
-    after = ask(cells=CELLS[:2], n=4, file=file, timed=2)
+    before = ask(cells=CELLS[:2], file=file)
+    after = ask(cells=CELLS[:2], file=file, timed=2)
     assert [row.times is not None for row in after.rows] == [True, True, False, False] * 2
     assert untimed(after) == untimed(before)
-    compared = ask(cells=CELLS[:2], n=4, file=file, timed=2, divergence=True)
+    compared = ask(cells=CELLS[:2], file=file, timed=2, divergence=True)
     assert [row.divergence is not None for row in compared.rows] == [False] * 4 + [True] * 4
     size = file.stat().st_size
-    assert ask(cells=CELLS[:2], n=4, file=file, timed=2, divergence=True) == compared
+    assert ask(cells=CELLS[:2], file=file, timed=2, divergence=True) == compared
     assert file.stat().st_size == size, "what is there was asked again"
 
 
@@ -304,16 +304,16 @@ def test_other_settings_need_another_file(
     ask: Callable[..., Records], tmp_path: Path, change: dict[str, object], says: str
 ) -> None:
     file = tmp_path / "records.jsonl"
-    ask(file=file, n=4)
+    ask(file=file)
     with pytest.raises(InvalidInputError, match=says):
-        ask(file=file, **{"n": 4, **change})
+        ask(file=file, **change)
 
 
 def test_another_model_of_the_same_name_needs_another_file(
     engine: Engine, ask: Callable[..., Records], tmp_path: Path
 ) -> None:
     file = tmp_path / "records.jsonl"
-    ask(file=file, n=4)
+    ask(file=file)
     weight = engine.model.model.layers[0].self_attn.q_proj.weight
     kept = weight.data.clone()
     try:
@@ -346,7 +346,7 @@ def test_codecs_go_through_files_and_are_compared_with_the_first(
         ("reuse", "int8"),
         ("reuse", "int4"),
     ]
-    records = ask(cells=cells, divergence=True, batch=4)
+    records = ask(cells=cells, n=8, divergence=True, batch=4)
     means: dict[tuple[str, str], float] = {}
     for cell in cells:
         rows = [row for row in records.rows if row.place[3:5] == (cell.label, cell.codec)]
@@ -398,7 +398,7 @@ def test_a_verdict_and_an_evaluation_say_the_same_of_the_same_questions(
 ) -> None:
     """Two ways to ask, batches and one question after the other, share every rule."""
     task = Reading()
-    found = by_cell(ask(divergence=True))
+    found = by_cell(ask(n=8, divergence=True))
     check = Verification(task.questions(8), task.score, "right", "x", max_new_tokens=16)
     verdict = check.verdict(engine, [POLICIES["reuse"], POLICIES["composite"]])
     scored = dict(zip(POLICIES, (verdict.full, *verdict.policies), strict=True))

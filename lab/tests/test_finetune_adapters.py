@@ -44,7 +44,7 @@ def control_tokenizer() -> Any:
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "tied"])
+@pytest.fixture(scope="module", params=["qwen2", "tied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model on disk whose vocabulary has control tokens that no chat uses."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -184,14 +184,13 @@ def train(config: FinetuneConfig, steps: int) -> list[tuple[float, Portion]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", [{"lora": 4, "lora_modules": "attention"}, {"packet": 1}])
 @pytest.mark.parametrize("model", ["tied"], indirect=True)
 def test_another_machine_goes_on_from_the_travelling_checkpoint(
-    model: Path, tmp_path: Path, kind: dict[str, Any]
+    model: Path, tmp_path: Path
 ) -> None:
     total, stop = 16, 3
     config = settings(
-        model, tmp_path / "here", steps=total, save_every=stop, keep_adapter=True, **kind
+        model, tmp_path / "here", steps=total, save_every=stop, keep_adapter=True, packet=1
     )
     whole = train(config, total)
     travelling = tmp_path / "travelling"
@@ -280,10 +279,3 @@ def test_weights_of_another_adapter_are_not_taken_over(model: Path, tmp_path: Pa
     small, large = learner(model, lora=2), learner(model, lora=4)
     with pytest.raises(InvalidInputError, match="not those of this adapter"):
         large.load_adapter_weights(small.adapter_weights())
-
-
-def test_a_checkpoint_of_a_real_model_is_small() -> None:
-    """Rank 16 on attention, by the widths of both models."""
-    for layers, hidden, values in ((30, 576, 192), (24, 896, 128)):
-        rows = 2 * (hidden + hidden) + 2 * (hidden + values)
-        assert 2 * 16 * rows * layers <= 6_000_000

@@ -71,21 +71,25 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_training_logits_are_the_engines_for_every_packed_question(family: str) -> None:
+def ensure_the_engines(learner: Learner, family: str, scheme: Any) -> None:
+    """Logits of training are those of an engine, for every packed question."""
     engine = Engine(build(family), byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
+    learner.adapter.model.train()
+    sample = encoder(learner).qa(SAMPLE)
+    logits = learner.logits(learner.batch([sample]))
+    assert logits.requires_grad
+    full = learner.logits(learner.batch([sample.joined]))
+    for index, asked in enumerate(SAMPLE.questions):
+        stitched = engine.logits(asked.question, TEXTS, policy=Reuse(positions=scheme))
+        assert error(query_logits(logits.detach(), sample, index), stitched) < TOLERANCE
+        plain = engine.logits(asked.question, TEXTS, policy=FullRecompute())
+        assert error(query_logits(full.detach(), sample, index), plain) < TOLERANCE
+        assert error(stitched, plain) > 10 * TOLERANCE, "the two could not be told apart"
+
+
+def test_training_logits_are_the_engines_for_every_packed_question(family: str) -> None:
     for scheme in ("reordered", "composite"):
-        learner = make_learner(family, scheme)
-        learner.adapter.model.train()
-        sample = encoder(learner).qa(SAMPLE)
-        logits = learner.logits(learner.batch([sample]))
-        assert logits.requires_grad
-        full = learner.logits(learner.batch([sample.joined]))
-        for index, asked in enumerate(SAMPLE.questions):
-            stitched = engine.logits(asked.question, TEXTS, policy=Reuse(positions=scheme))
-            assert error(query_logits(logits.detach(), sample, index), stitched) < TOLERANCE
-            plain = engine.logits(asked.question, TEXTS, policy=FullRecompute())
-            assert error(query_logits(full.detach(), sample, index), plain) < TOLERANCE
-            assert error(stitched, plain) > 10 * TOLERANCE, "the two masks could not be told apart"
+        ensure_the_engines(make_learner(family, scheme), family, scheme)
 
 
 def test_every_weight_of_an_attention_layer_gets_a_gradient(family: str) -> None:

@@ -33,7 +33,6 @@ from kvcache_rag_lab.evaluation.verification import (
     notes,
     recommended,
 )
-from kvcache_rag_lab.reader import examples
 from kvcache_rag_lab.scoring.ask import questions_digest
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_lab.scoring.statistics import least_kept
@@ -328,27 +327,3 @@ def test_notes_say_what_weakens_a_verdict() -> None:
     (low,) = notes(_row(FULL, 1, 1, 0.3), 200, 200, "f1")
     assert low.startswith("Full prefill itself scores 30.0 %")
     assert notes(_row(FULL, 1, 1, 0.3), 200, 200, "f1", is_blurred=True) == (), "said elsewhere"
-
-
-def test_the_packaged_reader_tells_policies_apart() -> None:
-    """A policy that spoils the attention loses answers, and the verdict says so."""
-    from kvcache_rag import Ape
-
-    engine = Engine.from_pretrained("tiny")
-    questions = [
-        Question(f"{seed}/{i}", one.text, example.documents, (one.answer,))
-        for seed, example in enumerate(examples("single")[:4])
-        for i, one in enumerate(example.questions)
-    ]
-
-    def score(answer: str, question: Question) -> dict[str, float]:
-        return {"exact_match": float(answer == question.answers[0])}
-
-    check = Verification(questions, score, "exact_match", max_new_tokens=16, threshold=0.6)
-    verdict = check.verdict(engine, [Reuse(), Ape(0.3, 0.3)])
-    reuse, ape = verdict.policies
-    assert verdict.full.score > 0.7
-    assert reuse.kept > 0.9
-    assert ape.kept < reuse.kept - 0.2
-    assert ape.answer_divergence > 10 * reuse.answer_divergence
-    assert (reuse.kept_low >= 0.6) > (ape.kept_low >= 0.6)

@@ -334,29 +334,6 @@ def test_the_docs_have_the_formulas_numbers() -> None:
         assert counts == [trials_without_loss((1 - keep) * score) for keep in (0.9, 0.95)]
 
 
-def test_a_weak_reader_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        row if index % 5 == 0 else {**row, "answers": ["no such thing"]}
-        for index, row in enumerate(reader_rows(2))
-    ]
-    out = tmp_path / "v.json"
-    options = ("--policies", "reuse", "--max-new-tokens", "6", "--out", out)
-    assert run("tiny", "--data", write(tmp_path / "q.jsonl", rows), *options) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("scores too low itself") == 1
-    assert "shares of its score say little" not in printed
-    assert "KL first  same answer  policy" in printed
-    assert "questions like these, none of them lost" in printed
-    verdict = Verdict.load(out)
-    assert verdict.is_blurred
-    assert verdict.recommended == "FullRecompute()"
-    assert verdict.full.same_answer == 1
-    assert verdict.full.needed > verdict.questions
-    assert 0 <= verdict.policies[0].agreement <= verdict.policies[0].same_answer <= 1
-
-
 def test_both_forms_of_documents_are_read(tmp_path: Path) -> None:
     rows = [
         {"question": "Who?", "documents": ["a", {"id": "d", "text": "b", "relevant": True}]},
@@ -478,18 +455,6 @@ def test_a_folder_that_takes_no_files_is_found_before_the_model_is_loaded(
     assert "v.json cannot be written (Permission denied)" in capsys.readouterr().err
 
 
-def test_full_prefill_that_scores_nothing_is_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path / "mine.jsonl", [{**GOOD, "answers": ["no such thing"]}])
-    out = tmp_path / "v.json"
-    assert run("tiny", "--data", file, "--policies", "reuse", "--out", out) == 0
-    printed = capsys.readouterr().out
-    assert "Recommended: FullRecompute(), because it scores nothing itself" in printed
-    assert "keeps - %" not in printed
-    assert "(-" not in printed
-
-
 def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "f1_chinese", lambda *_: 0.75)
     counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
@@ -532,14 +497,6 @@ def test_a_server_is_verified_by_its_answers(
         repr(policy) for policy in (BestFew(), Reuse(), Reuse("composite"))
     ]
     assert Engine.from_pretrained("tiny", gate=out).gate is not None
-
-
-def test_one_question_is_one(tmp_path: Path) -> None:
-    from test_verdict import IDENTITY
-    from verdicts import REUSE, make_verdict
-
-    unsure = make_verdict(IDENTITY, {REUSE: 0.96}, questions=1)
-    assert "but 1 question proves only" in list(lines(unsure, "v.json"))[-2]
 
 
 def test_agreement_and_right_answers_stand_side_by_side(

@@ -105,8 +105,6 @@ def yes(_: httpx.Request) -> httpx.Response:
 
 
 # ---------------------------------------------------------------------- the same answers
-
-
 @pytest.mark.parametrize("policy", [None, Reuse("composite"), CacheBlend(0.5), FullRecompute()])
 def test_answers_are_those_of_the_engine_there(
     remote: RemoteEngine, engine: Engine, policy: Any
@@ -263,24 +261,6 @@ def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine)
     assert [one.metrics.fresh_tokens for one in batch] == [answer.metrics.fresh_tokens, plain]
 
 
-def test_who_answers_is_told_by_the_numbers_given(remote: RemoteEngine, engine: Engine) -> None:
-    texts = [DOCUMENTS[1], DOCUMENTS[1], "The box is green.", DOCUMENTS[0]]
-    cost = remote.generate(QUESTION, texts, policy="bestfew:1", max_new_tokens=4).metrics
-    assert (cost.answered_from, cost.unused_chunks) == ((3,), 2)
-    long = "Tano keeps the old map. " * (engine.context_window // 3)
-    options: dict[str, Any] = {"policy": "bestfew:1", "overflow": "drop_lowest"}
-    options |= {"scores": [0.0, 9.0, 8.0], "max_new_tokens": 4}
-    given = ["The box is green.", DOCUMENTS[0], DOCUMENTS[1]]
-    cost = remote.generate(QUESTION, given, **options).metrics
-    assert (cost.answered_from, cost.unused_chunks, cost.dropped_chunks) == ((1,), 2, 0)
-    options["policy"] = "full"
-    cost = remote.generate(QUESTION, [long, *given[1:]], **options).metrics
-    assert (cost.answered_from, cost.unused_chunks, cost.dropped_chunks) == ((1, 2), 0, 1)
-    streamed = remote.stream(QUESTION, [long, *given[1:]], **options)
-    assert list(streamed)
-    assert streamed.metrics.answered_from == (1, 2), "not those of the texts that were sent"
-
-
 def test_scores_are_told_as_they_were_given() -> None:
     bodies: list[Any] = []
 
@@ -322,8 +302,6 @@ def test_tenants_are_told_by_their_keys(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- what ends before its time
-
-
 class Slow:
     """A server that does not answer, and notices who goes away."""
 
@@ -401,8 +379,6 @@ def test_an_error_within_a_stream_is_the_clients_or_the_servers() -> None:
 
 
 # ---------------------------------------------------------------------- what cannot be
-
-
 @pytest.mark.parametrize("url", ["", "server:8000", "ftp://server", 3])
 def test_what_is_no_url_is_refused(url: Any) -> None:
     with pytest.raises(InvalidInputError, match="no server's URL"):
@@ -478,8 +454,6 @@ def test_what_needs_the_model_is_refused(remote: RemoteEngine, engine: Engine) -
 
 
 # ---------------------------------------------------------------------- laws of its form
-
-
 def test_it_has_the_arguments_of_the_engine() -> None:
     shared = [
         name

@@ -155,14 +155,6 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_a_key(tmp_path: P
     assert found.caller(KEY) == found.caller(OTHER) == Caller("acme", "web")
 
 
-def test_keys_of_one_namespace_may_have_one_name(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text(f"{KEY} acme web\n{OTHER} acme web\n")
-    path.chmod(0o600)
-    found = keys.ApiKeys.load(path)
-    assert found.caller(KEY) == found.caller(OTHER) == Caller("acme", "web")
-
-
 def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="--new-key NAMESPACE"):
         keys.ApiKeys.load(tmp_path / "none")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
@@ -162,20 +161,6 @@ def test_openai_passes_over_comments_and_raises_a_late_error() -> None:
             next(deltas)
 
 
-async def test_openai_without_blocking(url: str, engine: Engine) -> None:
-    extra = {"documents": documents("Sorin")}
-    options: Any = {"model": "tiny", "messages": USER, "extra_body": extra}
-    expected = engine.generate(QUESTION, texts("Sorin")).text
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=DEADLINE) as client:
-        whole = await client.chat.completions.create(**options)
-        assert whole.choices[0].message.content == expected
-        pieces = [
-            one.choices[0].delta.content or ""
-            async for one in await client.chat.completions.create(**options, stream=True)
-        ]
-    assert "".join(pieces) == expected
-
-
 # ---------------------------------------------------------------------- LangChain
 @pytest.fixture
 def langchain(url: str) -> Iterator[Any]:
@@ -205,21 +190,6 @@ def test_langchain_invokes_and_streams(langchain: Any, engine: Engine) -> None:
     assert whole.content == expected.text
     assert whole.usage_metadata["input_tokens"] == expected.metrics.prompt_tokens
     assert whole.response_metadata["finish_reason"] == expected.finish_reason
-
-
-def test_langchain_has_a_conversation(langchain: Any, engine: Engine) -> None:
-    turns = [
-        SystemMessage(engine.template.system),
-        HumanMessage("Who keeps the map?"),
-        AIMessage("Kelo"),
-        HumanMessage(QUESTION),
-    ]
-    history = [
-        {"role": "user", "content": "Who keeps the map?"},
-        {"role": "assistant", "content": "Kelo"},
-    ]
-    expected = engine.generate(QUESTION, texts("Kelo"), history=history).text
-    assert langchain("Kelo").invoke(turns).content == expected
 
 
 # ---------------------------------------------------------------------- LlamaIndex

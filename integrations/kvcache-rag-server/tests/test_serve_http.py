@@ -222,25 +222,20 @@ async def test_a_request_names_its_policy(given: Any, policy: str | None) -> Non
     assert (await asked(chat(kvcache=given))).policy == expected
 
 
-async def test_the_servers_policy_is_the_default_and_may_get_another_ratio() -> None:
-    for given, policy in (
-        (None, "cacheblend"),
-        ({"ratio": 0.5}, "cacheblend:0.5"),
-        ({"policy": "full"}, "full"),
-    ):
-        work = await asked(chat(kvcache=given), policy="cacheblend")
-        assert work.policy == policy_by_name(policy)
-
-
 @pytest.mark.parametrize(
-    ("default", "policy"),
+    ("default", "given", "policy"),
     [
-        ("cacheblend:0.2", "cacheblend:0.5"),
-        ("cacheclip:0.2,4", "cacheclip:0.5,4"),  # what stands behind the ratio stays
+        ("cacheblend", None, "cacheblend"),
+        ("cacheblend", {"policy": "full"}, "full"),
+        ("cacheblend", {"ratio": 0.5}, "cacheblend:0.5"),
+        ("cacheblend:0.2", {"ratio": 0.5}, "cacheblend:0.5"),
+        ("cacheclip:0.2,4", {"ratio": 0.5}, "cacheclip:0.5,4"),  # what stands behind it stays
     ],
 )
-async def test_a_ratio_replaces_the_one_of_the_servers_policy(default: str, policy: str) -> None:
-    work = await asked(chat(kvcache={"ratio": 0.5}), policy=default)
+async def test_the_servers_policy_is_the_default_and_may_get_another_ratio(
+    default: str, given: Any, policy: str
+) -> None:
+    work = await asked(chat(kvcache=given), policy=default)
     assert work.policy == policy_by_name(policy)
 
 

@@ -224,18 +224,6 @@ def test_the_instruction_before_the_chunks_is_the_servers() -> None:
 
 
 # ---------------------------------------------------------------------- the socket
-def test_a_port_in_use_is_said_before_anything_is_loaded(capsys: Any) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert main(["serve", "tiny", "--port", str(port)]) == 2
-    said = capsys.readouterr().err
-    assert f"port {port} of 127.0.0.1 is in use" in said
-    assert "--port" in said
-    assert said.count("\n") == 1
-
-
 def test_a_port_in_use_is_said_before_torch_is_imported() -> None:
     with listening("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])
@@ -245,6 +233,9 @@ def test_a_port_in_use_is_said_before_torch_is_imported() -> None:
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"], done.stderr
+    assert f"port {port} of 127.0.0.1 is in use" in done.stderr
+    assert "--port" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_localhost_is_the_address_that_clients_try() -> None:

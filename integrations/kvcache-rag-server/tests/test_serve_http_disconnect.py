@@ -183,15 +183,6 @@ def test_a_failure_behind_a_long_silence_is_an_event() -> None:
     assert (error["error"]["message"], done) == ("the server stops", "[DONE]")
 
 
-def test_an_error_in_a_stream_has_its_status_within_the_silence() -> None:
-    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
-        yield Failed(503, "overloaded", "the server stops", retry_after=3)
-
-    with server(script) as (url, _):
-        reply = httpx.post(url + CHAT, json=chat(stream=True), timeout=DEADLINE)
-    assert (reply.status_code, reply.headers["retry-after"]) == (503, "3")
-
-
 def test_a_slow_client_keeps_nobody_waiting() -> None:
     """What a client does not read lies in the server; the model goes on with the others."""
     is_over = threading.Event()

@@ -12,7 +12,6 @@ from serve_fakes import chat, client, data_of, scripted, settings, tiny_backend
 
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.backend import BackendRequest, Event, Failed, Piece, Started
-from kvcache_rag_server.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -59,7 +58,7 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ({"stop": ["a", "b" * 257]}, "stop[1]", "at most 256"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "streams only"),
-        ({"polciy": 1}, "polciy", "there is no field polciy"),
+        ({"docments": 1}, "docments", "there is no field docments; did you mean documents?"),
         ({"model": None}, "model", "missing"),
         ({"kvcache": {"policy": "cacheblnd"}}, "kvcache.policy", "did you mean cacheblend"),
         ({"kvcache": {"policy": "nonsense"}}, "kvcache.policy", "legolink"),
@@ -68,11 +67,19 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ({"kvcache": {"policy": "cacheblend:0.1", "ratio": 0.2}}, "kvcache.ratio", "has none"),
         ({"kvcache": {"ratio": 0.2}}, "kvcache.ratio", "none is named"),
         ({"kvcache": {"policy": "cacheblend", "ratio": 2}}, "kvcache.ratio", "less than"),
-        ({"kvcache": {"ratoi": 0.2}}, "kvcache.ratoi", "no field"),
+        (
+            {"kvcache": {"ratoi": 0.2}},
+            "kvcache.ratoi",
+            "ratoi; did you mean ratio?",
+        ),
         ({"documents": "text"}, "documents", "list"),
         ({"documents": [5]}, "documents[0]", "dictionary"),
         ({"documents": ["a", {"title": "t"}]}, "documents[1].text", "missing"),
-        ({"documents": [{"text": "a", "url": "u"}]}, "documents[0].url", "no field"),
+        (
+            {"documents": [{"text": "a", "url": "u"}]},
+            "documents[0].url",
+            "no field documents[0].url; leave it out",
+        ),
         ({"documents": [{"data": 5}]}, "documents[0].data", "dictionary"),
         (
             {"documents": ["a", {"text": "b", "score": 1}]},
@@ -117,21 +124,6 @@ async def test_a_score_that_no_json_has_is_none() -> None:
                 CHAT, content=content, headers={"content-type": "application/json"}
             )
             assert error_of(reply, 400)["param"] == "documents[0].score"
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"docments": []}, "there is no field docments; did you mean documents?"),
-        ({"kvcache": {"ratoi": 0.2}}, "there is no field kvcache.ratoi; did you mean ratio?"),
-        ({"documents": [{"text": "a", "url": "u"}]}, "no field documents[0].url; leave it out"),
-    ],
-)
-async def test_a_field_that_is_not_there_says_which_was_meant(changes: Any, says: str) -> None:
-    app, _ = scripted()
-    async with client(app) as http:
-        error = error_of(await http.post(CHAT, json={**chat(), **changes}), 400)
-    assert says in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -248,25 +240,6 @@ async def test_a_path_that_ends_in_a_line_break_is_another_path(path: str) -> No
         for reply in (await http.get(f"{path}%0a"), await http.post(f"{path}%0a", json=chat())):
             assert error_of(reply, 404)["code"] == "unknown_url"
             assert reply.headers["x-request-id"].startswith("req_")
-    assert not backend.works
-
-
-async def test_too_large_a_body_is_refused_while_it_is_read() -> None:
-    app, backend = scripted(limits=RequestLimits(max_body_bytes=1000))
-    read = 0
-
-    async def chunks() -> AsyncGenerator[bytes, None]:
-        nonlocal read
-        for _ in range(100):
-            read += 500
-            yield b" " * 500
-
-    headers = {"content-type": "application/json"}
-    async with client(app) as http:
-        for content in (b" " * 2000, chunks()):
-            error = error_of(await http.post(CHAT, content=content, headers=headers), 413)
-            assert "1000 bytes" in error["message"]
-    assert read < 5000
     assert not backend.works
 
 

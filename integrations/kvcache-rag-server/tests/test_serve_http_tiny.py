@@ -8,7 +8,6 @@ import pytest
 from serve_fakes import chat, client, data_of, settings, tiny_backend
 
 from kvcache_rag import Engine
-from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.app import build_app
 
 if TYPE_CHECKING:
@@ -90,29 +89,6 @@ async def test_the_form_of_a_document_does_not_matter_to_the_store(app: FastAPI)
         assert body["kvcache"]["hits"] == {"memory": 1}
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"policy": "cacheblend", "ratio": 0.2}, "cacheblend:0.2"),
-        ({"policy": "legolink:4"}, "legolink:4"),
-        ({"policy": "full"}, "full"),
-        ({"policy": "combination"}, "combination"),
-    ],
-)
-async def test_each_request_has_its_policy(
-    app: FastAPI, engine: Engine, given: dict[str, Any], name: str
-) -> None:
-    bodies = [await post(app, chat(QUESTION, documents=DOCUMENTS, kvcache=given)) for _ in "12"]
-    expected = engine.generate(QUESTION, DOCUMENTS, policy=policy_by_name(name))
-    for body in bodies:
-        assert body["kvcache"]["policy"] == expected.metrics.policy
-        assert body["choices"][0]["message"]["content"] == expected.text
-        assert body["kvcache"]["recomputed_tokens"] == expected.metrics.recomputed_tokens
-    if name == "full":  # nothing of it comes from a store
-        cached = bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached == bodies[1]["kvcache"]["continued_tokens"]
-
-
 async def test_a_stream_joins_to_the_whole_answer(app: FastAPI, engine: Engine) -> None:
     body = chat(QUESTION, documents=DOCUMENTS, max_tokens=12)
     whole = await post(app, body)
@@ -144,32 +120,6 @@ async def test_earlier_turns_stand_behind_the_documents(app: FastAPI, engine: En
     assert body["kvcache"]["hits"] == {"memory": 3}
 
 
-async def test_another_instruction_stands_before_the_question(app: FastAPI, engine: Engine) -> None:
-    def asked(system: str) -> dict[str, Any]:
-        messages = [{"role": "system", "content": system}, *chat(QUESTION)["messages"]]
-        return {**chat(), "messages": messages, "documents": DOCUMENTS}
-
-    own = await post(app, asked(engine.template.system))
-    other = await post(app, asked("Answer in one word."))
-    assert (own["kvcache"]["prefix_mismatch"], other["kvcache"]["prefix_mismatch"]) == (False, True)
-    assert other["kvcache"]["hits"] == {"memory": 3}  # the chunks are the same all the same
-    expected = engine.generate(f"Answer in one word.\n\n{QUESTION}", DOCUMENTS)
-    assert other["choices"][0]["message"]["content"] == expected.text
-    assert other["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
-
-
-async def test_without_documents_a_chat_is_a_conversation(app: FastAPI, engine: Engine) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who are you?"},
-    ]
-    body = await post(app, {"model": "tiny", "messages": messages, "max_tokens": 8})
-    expected = engine.complete(engine.render_chat(messages), max_new_tokens=8)
-    assert body["choices"][0]["message"]["content"] == expected.text
-    assert body["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
-    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-
-
 async def test_nothing_found_is_still_a_question_over_documents(
     app: FastAPI, engine: Engine
 ) -> None:
@@ -177,45 +127,3 @@ async def test_nothing_found_is_still_a_question_over_documents(
     expected = engine.generate(QUESTION)
     assert body["choices"][0]["message"]["content"] == expected.text
     assert body["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
-
-
-async def test_a_completion_continues_the_prompt_as_it_is(app: FastAPI, engine: Engine) -> None:
-    body = await post(app, {"model": "tiny", "prompt": "The red lamp"}, COMPLETIONS)
-    expected = engine.complete("The red lamp", max_new_tokens=16)
-    choice = body["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
-    asked = {"model": "tiny", "prompt": QUESTION, "documents": DOCUMENTS}
-    grounded = await post(app, asked, COMPLETIONS)
-    text = engine.generate(QUESTION, DOCUMENTS, max_new_tokens=16).text
-    assert grounded["choices"][0]["text"] == text
-
-
-async def test_answers_end_at_their_stops_and_lengths(app: FastAPI, engine: Engine) -> None:
-    text = engine.generate(QUESTION, DOCUMENTS).text
-    stop = text[len(text) // 2 :]
-    body = await post(app, chat(QUESTION, documents=DOCUMENTS, stop=[stop]))
-    choice = body["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (
-        text[: text.index(stop)],
-        "stop",
-    )
-    body = await post(app, chat(QUESTION, documents=DOCUMENTS, max_tokens=1))
-    assert body["choices"][0]["finish_reason"] == "length"
-    assert body["usage"]["completion_tokens"] == 1
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_too_long_a_prompt_is_a_bad_request(app: FastAPI, streaming: bool) -> None:
-    async with client(app) as http:
-        body = chat(QUESTION, documents=["long " * 5000], stream=streaming)
-        reply = await http.post(CHAT, json=body)
-    assert reply.status_code == 400
-    assert "context window" in reply.json()["error"]["message"]
-
-
-async def test_a_policy_that_needs_more_than_there_is_is_a_bad_request(app: FastAPI) -> None:
-    async with client(app) as http:
-        body = chat(QUESTION, documents=DOCUMENTS, kvcache={"policy": "cacheclip"})
-        reply = await http.post(CHAT, json=body)
-    assert reply.status_code == 400
-    assert "auxiliary" in reply.json()["error"]["message"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DOCUMENTS = ["The lighthouse keeper is Marlow.", "The harbour was built in 1911.", "It is wet."]
-KINDS = [name for name in ("qwen3_5", "lfm2", "falcon_h1", "mamba2") if name in HYBRIDS]
+KINDS = [name for name in ("qwen3_5", "mamba2") if name in HYBRIDS]
 TEMPLATE = PromptTemplate(system="Read.\n")
 
 

@@ -348,36 +348,22 @@ BOMBS: dict[str, Callable[[], str]] = {
     "deep": lambda: nested(4_000_000),
     "deep, not closed": lambda: "[" * 8_000_000,
     "deep objects": lambda: '{"a":' * 1_000_000,
-    "deep in metadata": lambda: json.dumps(chat())[:-1] + f', "metadata": {{"a": {nested(900)}}}}}',
-    "deep in a document": lambda: (
-        json.dumps(chat())[:-1] + f', "documents": [{{"data": {{"a": {nested(900)}}}}}]}}'
-    ),
-    "deep in stop": lambda: json.dumps(chat())[:-1] + f', "stop": {nested(900)}}}',
     "long number": lambda: json.dumps(chat())[:-1] + f', "max_tokens": {"9" * 2_000_000}}}',
-    "infinite number": lambda: json.dumps(chat())[:-1] + ', "temperature": 1e999}',
-    "no number": lambda: json.dumps(chat())[:-1] + ', "temperature": NaN}',
-    "half a character": lambda: json.dumps(chat("\ud800")),
-    "half a character in a name": lambda: json.dumps({**chat(), "\ud800": 1}),
-    "half a character in a document": lambda: json.dumps(chat(documents=[{"data": {"\udfff": 1}}])),
-    "half a character in a model": lambda: json.dumps(chat(model="\udfff")),
-    "zero": lambda: json.dumps(chat("\0", stop="\0")),
     "many fields": lambda: json.dumps({f"f{at}": at for at in range(200_000)}),
     "many messages": lambda: json.dumps({**chat(), "messages": [{}] * 500_000}),
     "many documents": lambda: json.dumps(chat(documents=["a"] * 1_000_000)),
     "many parts": lambda: json.dumps(
         {**chat(), "messages": [{"role": "user", "content": [{"type": "text"}] * 200_000}]}
     ),
-    "no JSON": lambda: "hello",
-    "nothing": lambda: "",
-    "no object": lambda: "[]",
-    "null": lambda: "null",
-    "twice": lambda: '{"model": "tiny", "model": 5, "messages": []}',
 }
+JSON, OTHERS = "application/json", ("text/plain", "multipart/form-data")
 
 
-@pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, JSON) for name in BOMBS), *(("deep", kind) for kind in OTHERS)]
+)
 async def test_hostile_bodies_are_refused_soon(name: str, kind: str) -> None:
+    """Those that take longest; what all of them are answered: test_serve_hostile."""
     body = BOMBS[name]().encode()
     app, _ = scripted()
     started = time.process_time()  # as long as it takes, nobody else is answered
@@ -386,25 +372,9 @@ async def test_hostile_bodies_are_refused_soon(name: str, kind: str) -> None:
         # Nothing of it is left behind that would hold up the next one.
         assert (await http.get("/v1/models")).status_code == 200
     assert time.process_time() - started < SOON
-    fits = name == "zero" and "json" in kind
-    assert reply.status_code in ((200,) if fits else (400, 413, 404)), reply.text[:500]
-    if reply.status_code != 200:
-        assert len(error_of(reply)["message"]) < 1000
-        assert "Traceback" not in reply.text
-
-
-async def test_bytes_that_are_no_text_are_refused() -> None:
-    app, _ = scripted()
-    async with client(app) as http:
-        for body in (b"\xff\xfe", b'{"model": "\xff"}', b"\x1f\x8b\x08" + b"\0" * 100):
-            for headers in (
-                {},
-                {"content-encoding": "gzip"},
-                {"content-type": "multipart/form-data"},
-            ):
-                reply = await http.post(CHAT, content=body, headers=headers)
-                assert reply.status_code == 400
-                assert error_of(reply)["type"] == "invalid_request_error"
+    assert reply.status_code in (400, 413), reply.text[:500]
+    assert len(error_of(reply)["message"]) < 1000
+    assert "Traceback" not in reply.text
 
 
 # ---------------------------------------------------------------------- pages of others

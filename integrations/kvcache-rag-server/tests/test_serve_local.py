@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -28,7 +27,7 @@ from small import Loop, make_tokenizer, make_untrained
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, Message, Reuse, TieredStore
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started
+from kvcache_rag_server.backend import BackendRequest, Finished, Started
 from kvcache_rag_server.local import LocalBackend
 
 if TYPE_CHECKING:
@@ -153,44 +152,6 @@ async def test_tenants_share_a_model_and_no_chunk(tmp_path: Path) -> None:
         assert kept.metrics.misses == 0
     finally:
         await backend.close()
-
-
-async def test_closing_the_events_stops_a_running_answer_at_its_next_token(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = access.engines(backend).base.model
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    valve = Valve(model, monkeypatch)
-    work = make_work(0, streaming=True, max_new_tokens=1000)
-    async with aclosing(backend.answer(work)) as events:
-        async for event in events:
-            if isinstance(event, Piece):
-                valve.close()
-                break
-    begun = valve.passes
-    valve.open.set()
-    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
-    assert valve.passes <= begun + 2
-
-
-async def test_cancelling_the_reader_frees_the_queue(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    valve = Valve(access.engines(backend).base.model, monkeypatch)
-    valve.close()
-    running = asyncio.create_task(events_of(backend, make_work(0)))
-    await eventually(valve.held.is_set)
-    waiting = asyncio.create_task(events_of(backend, make_work(1)))
-    await eventually(lambda: access.scheduler(backend).stats()["waiting"] == 1)
-    before = access.scheduler(backend).stats()["cancelled"]
-    for task in (running, waiting):
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert access.scheduler(backend).stats()["waiting"] == 0
-    assert access.scheduler(backend).stats()["cancelled"] == before + 2
-    valve.open.set()
-    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
 
 
 async def test_nothing_blocks_the_event_loop(

@@ -274,8 +274,7 @@ def test_what_does_not_finish_is_told_before_the_grace_ends() -> None:
 
 
 @pytest.mark.usefixtures("long_margin")
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "stream"), [(CHAT, True), ("/v1/completions", False)])
 def test_what_never_began_is_told_as_well(path: str, stream: bool) -> None:
     backend = Scripted(says_nothing)
     app = build_app(backend, settings(grace=SHORT))

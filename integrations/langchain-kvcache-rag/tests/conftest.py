@@ -22,6 +22,8 @@ from langchain_kvcache_rag import ChatKVCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytest.register_assert_rewrite("contracts_frameworks")
+
 
 @pytest.fixture
 def make_engine() -> Callable[..., Engine]:

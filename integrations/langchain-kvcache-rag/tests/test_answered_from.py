@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from chat_model_helpers import joined
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.runnables import RunnableLambda
 
 from kvcache_rag import Metrics
-from langchain_kvcache_rag import KVCacheRAG, create_kvcache_rag_chain, document_block
+from langchain_kvcache_rag import document_block
 
 if TYPE_CHECKING:
     from langchain_kvcache_rag import ChatKVCache
@@ -28,7 +26,6 @@ CONTEXT = [
     Document(KEEPER, id="keeper", metadata={"relevance_score": 0.9}),
     Document(HARBOUR, metadata={"relevance_score": 0.1}),
 ]
-ASKED: Any = {"question": QUESTION, "context": CONTEXT}
 
 
 def told(message: Any) -> tuple[list[int], list[str | None], int]:
@@ -38,38 +35,6 @@ def told(message: Any) -> tuple[list[int], list[str | None], int]:
     assert [cost[name] for name in names] == [one[name] for name in names]
     assert Metrics.from_dict(cost).answered_from == tuple(one["answered_from"])
     return cost["answered_from"], cost["answered_from_ids"], cost["unused_chunks"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("bestfew:1", ([3], ["keeper"], 2)),
-        ("bestfew:2", ([3, 1], ["keeper", "bakery"], 1)),
-        ("bestlast", ([1, 4, 3], ["bakery", None, "keeper"], 0)),
-        ("full", ([1, 3, 4], ["bakery", "keeper", None], 0)),
-    ],
-)
-async def test_every_way_of_asking_tells_it(llm: ChatKVCache, policy: str, expected: Any) -> None:
-    rag, before = KVCacheRAG(llm=llm), [document.model_copy(deep=True) for document in CONTEXT]
-    assert told(rag.invoke(ASKED, policy=policy)) == expected
-    assert told(await rag.ainvoke(ASKED, policy=policy)) == expected
-    assert told(joined(rag.stream(ASKED, policy=policy))) == expected
-    assert told(joined([one async for one in rag.astream(ASKED, policy=policy)])) == expected
-    for answer in rag.batch([ASKED, {**ASKED, "question": f"{QUESTION}?"}], policy=policy):
-        assert told(answer) == expected
-    chain = create_kvcache_rag_chain(RunnableLambda(lambda _: CONTEXT), llm.bind(policy=policy))
-    whole = chain.invoke({"input": QUESTION})
-    places = whole["kv_cache"]["answered_from"]
-    assert (places, whole["kv_cache"]["answered_from_ids"]) == expected[:2]
-    assert [whole["context"][place].id for place in places] == expected[1]
-    pieces = [piece async for piece in chain.astream({"input": QUESTION})]
-    assert [one["kv_cache"]["answered_from"] for one in pieces if "kv_cache" in one] == [places]
-    assert before == CONTEXT, "what stands in it may become a chunk's text"
-
-
-def test_without_documents_there_are_none(llm: ChatKVCache) -> None:
-    assert told(llm.invoke("Hello")) == ([], [], 0)
-    assert told(KVCacheRAG(llm=llm).invoke({"question": QUESTION, "context": []})) == ([], [], 0)
 
 
 @pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON

@@ -6,20 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from chat_model_helpers import LONG, Recorder, Steps, joined, over
+from chat_model_helpers import LONG, Recorder, Steps, over
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langgraph.checkpoint.memory import MemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from small import make_model
 
 from kvcache_rag import InvalidInputError
 from langchain_kvcache_rag.blocks import document_block
 
 if TYPE_CHECKING:
-    from small import Loop
-
     from langchain_kvcache_rag.chat_model import ChatKVCache
 
 ENOUGH = 100
@@ -39,38 +36,6 @@ async def stands_still(llm: ChatKVCache, steps: Steps) -> bool:
     stopped = steps.count
     await asyncio.sleep(0.05)
     return steps.count == stopped < ENOUGH
-
-
-async def test_async_answers_equal_the_others(llm: ChatKVCache) -> None:
-    whole = llm.invoke(over("what?", "one"))
-    assert (await llm.ainvoke(over("what?", "one"))).text == whole.text
-    chunks = [chunk async for chunk in llm.astream(over("what?", "one"))]
-    assert len(chunks) > 3
-    streamed = joined(chunks)
-    assert streamed.text == whole.text
-    assert streamed.response_metadata["finish_reason"] == "length"
-    assert chunks[-1].chunk_position == "last"
-
-
-async def test_neither_an_answer_nor_a_stream_blocks_the_loop(
-    llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    await llm.ainvoke(over("what?", "one"))
-    answered = loop.turns
-    assert answered > 3
-    async for _ in llm.astream(over("what?", "one")):
-        pass
-    assert loop.turns > answered + 3
-
-
-async def test_a_closed_stream_frees_the_model(llm: ChatKVCache) -> None:
-    steps = Steps()
-    stream: Any = llm.astream(over("what?", "one"), **LONG, logits_processor=[steps])
-    await anext(stream)
-    await anext(stream)
-    await stream.aclose()
-    assert await stands_still(llm, steps)
 
 
 async def test_a_dropped_stream_frees_the_model(llm: ChatKVCache) -> None:
@@ -150,15 +115,6 @@ async def test_events_carry_the_answer(llm: ChatKVCache) -> None:
     output = events[-1]["data"]["output"]
     assert output.text == text
     assert output.usage_metadata["input_token_details"]["cache_read"] > 0
-
-
-async def test_events_of_an_invoked_chain_stream_too(llm: ChatKVCache) -> None:
-    chain = llm | StrOutputParser()
-    text = await chain.ainvoke(over("what?", "one"))
-    events = [event async for event in chain.astream_events(over("what?", "one"), version="v2")]
-    pieces = [one["data"]["chunk"] for one in events if one["event"] == "on_chat_model_stream"]
-    assert "".join(piece.text for piece in pieces) == text
-    assert sum(bool(piece.usage_metadata) for piece in pieces) == 1
 
 
 async def test_errors_reach_caller_and_callbacks(llm: ChatKVCache) -> None:

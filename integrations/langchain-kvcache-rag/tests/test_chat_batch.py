@@ -12,7 +12,6 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
-from small import make_model
 
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag.errors import ContextTooLongError
@@ -21,7 +20,6 @@ from langchain_kvcache_rag.chat_model import ChatKVCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from small import Loop
 
 QUESTIONS = [over("what?", "one"), over("who is it?", "two", "three"), over("why?", "one", "four")]
 
@@ -60,25 +58,11 @@ def test_a_batch_equals_its_singles_in_one_generate(llm: ChatKVCache, batches: l
     assert len({one.id for one in answers}) == 3
 
 
-async def test_abatch_equals_batch(llm: ChatKVCache, batches: list[int]) -> None:
-    answers = await llm.abatch(QUESTIONS)
-    assert batches == [3]
-    assert [one.text for one in answers] == [one.text for one in llm.batch(QUESTIONS)]
-
-
 async def test_equal_prompts_get_a_sample_each(llm: ChatKVCache, batches: list[int]) -> None:
     sampling = llm.model_copy(update={"temperature": 1.0, "max_tokens": 12})
     for answers in (sampling.batch([QUESTIONS[0]] * 4), await sampling.abatch([QUESTIONS[0]] * 4)):
         assert len({one.text for one in answers}) == 4
     assert batches == [4, 4]
-
-
-async def test_abatch_does_not_block_the_loop(
-    llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    await llm.abatch(QUESTIONS)
-    assert loop.turns > 3
 
 
 def test_questions_without_documents_are_answered_alone(

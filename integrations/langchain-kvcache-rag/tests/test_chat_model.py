@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -12,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chat_model_helpers import LONG, Recorder, Steps, details, joined, over
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import get_usage_metadata_callback
-from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
+from langchain_core.messages import HumanMessage, SystemMessage, trim_messages
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableGenerator
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, Metrics, PromptTemplate
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, Metrics
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference
 from langchain_kvcache_rag import responses, settings
-from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.pasted import PASTED_TOKENS
 
@@ -33,27 +29,6 @@ if TYPE_CHECKING:
 
 def as_it_comes(pieces: Iterator[Any]) -> Iterator[Any]:
     yield from pieces
-
-
-def test_documents_are_read_from_the_cache_the_second_time(llm: ChatKVCache) -> None:
-    created = llm.invoke(over("what?", "one", "two"))
-    read = llm.invoke(over("what?", "one", "two"))
-    continued = read.response_metadata["kv_cache"]["continued_tokens"]
-    assert details(created)["cache_creation"] + continued == details(read)["cache_read"]
-    assert details(created)["cache_creation"] > 0
-    assert details(created)["cache_read"] == details(read)["cache_creation"] == 0
-    assert read.text == created.text
-
-
-def test_an_answer_is_the_engines(llm: ChatKVCache) -> None:
-    message = llm.invoke(over("what?", "one", "two"))
-    answer = llm.engine.generate("what?", ["one", "two"], max_new_tokens=6)
-    assert message.text == answer.text
-    usage = message.usage_metadata
-    assert usage is not None
-    assert usage["input_tokens"] == answer.metrics.prompt_tokens
-    assert usage["output_tokens"] == answer.metrics.generated_tokens == 6
-    assert usage["total_tokens"] == usage["input_tokens"] + 6
 
 
 @pytest.mark.filterwarnings("ignore:the system message is not the instruction")
@@ -84,15 +59,6 @@ def test_empty_documents_leave_the_instruction(llm: ChatKVCache) -> None:
     message = llm.invoke(over("what?", ""))
     assert message.text == llm.engine.generate("what?", [], max_new_tokens=6).text
     assert message.response_metadata["kv_cache"]["prefix_tokens"] > 0
-
-
-def test_history_stands_behind_the_chunks(llm: ChatKVCache) -> None:
-    message = llm.invoke([HumanMessage("a"), AIMessage("b"), *over("what?", "one")])
-    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert (
-        message.text
-        == llm.engine.generate("what?", ["one"], history=history, max_new_tokens=6).text
-    )
 
 
 def test_without_documents_it_is_an_ordinary_chat_model(make_engine: Callable[..., Engine]) -> None:
@@ -158,17 +124,6 @@ def test_each_piece_is_reported_once(llm: ChatKVCache) -> None:
     assert silent.tokens == []
 
 
-def test_a_closed_stream_frees_the_model(llm: ChatKVCache) -> None:
-    steps = Steps()
-    stream: Any = llm.stream(over("what?", "one"), **LONG, logits_processor=[steps])
-    next(stream), next(stream)
-    stream.close()
-    stopped = steps.count
-    assert stopped < 100
-    assert llm.invoke("Hello").text
-    assert steps.count == stopped
-
-
 @pytest.mark.parametrize("behind", [0, 1, 2])
 def test_a_closed_stream_of_a_chain_frees_the_model(llm: ChatKVCache, behind: int) -> None:
     steps = Steps()
@@ -200,11 +155,6 @@ def test_langchain_still_reads_on_where_it_is_noticed(
     next(stream), next(stream)
     stream.close()
     assert steps.count == 40, "a step that is closed no longer reads the rest of its input"
-
-
-def test_a_stream_of_a_chain_is_read_to_its_end(llm: ChatKVCache) -> None:
-    chain = llm | StrOutputParser() | RunnableGenerator(as_it_comes)
-    assert "".join(chain.stream(over("what?", "one"))) == llm.invoke(over("what?", "one")).text
 
 
 def test_stop_of_a_call_wins(engine: Engine) -> None:
@@ -284,33 +234,14 @@ def test_a_bad_argument_of_a_call_is_said(
     [
         ({"max_token": 5}, "max_token is no argument of ChatKVCache; did you mean max_tokens"),
         ({"model_name": "other"}, "model and model_name differ"),
-        ({"max_tokens": 0}, "max_tokens cannot be used"),
         ({"temperature": -1.0}, "temperature cannot be used"),
         ({"policy": "Reuse()"}, r"there is no policy 'reuse\(\)'; did you mean reuse"),
         ({"template": 7}, "template cannot be used"),
-        ({"overflow": "cut"}, "overflow cannot be used"),
     ],
 )
 def test_a_bad_setting_is_said(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
         ChatKVCache(model="tiny", **fields)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"kv_dir": "x"}, {"system_prompt": "x"}, {"template": PromptTemplate()}, {"device": "cpu"}],
-)
-def test_settings_of_a_new_engine_are_refused_beside_one(
-    engine: Engine, fields: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidInputError, match=f"with engine=, {next(iter(fields))} belong"):
-        ChatKVCache(engine=engine, **fields)
-
-
-def test_no_model_is_said_at_once() -> None:
-    for fields in ({}, {"model": ""}, {"kv_dir": "kv"}):
-        with pytest.raises(InvalidInputError, match=r"^ChatKVCache needs a model: give model= "):
-            ChatKVCache(**fields)
 
 
 def test_what_other_chat_models_take_is_taken() -> None:
@@ -368,17 +299,6 @@ def test_configurable_fields_share_the_engine(llm: ChatKVCache) -> None:
     assert message.usage_metadata is not None
     assert message.usage_metadata["output_tokens"] == 2
     assert len(list(chosen.with_config(configurable={"length": 3}).stream("Hello"))) > 2
-
-
-def test_pickling_keeps_the_settings(engine: Engine) -> None:
-    llm = ChatKVCache(model="tiny", max_tokens=4, temperature=0.5, tags=["a"])
-    assert llm.engine
-    again = pickle.loads(pickle.dumps(llm))
-    assert (again.model, again.max_tokens, again.temperature) == ("tiny", 4, 0.5)
-    assert again.tags == ["a"]
-    assert again.engine is not llm.engine
-    with pytest.raises(InvalidInputError, match="cannot be pickled"):
-        pickle.dumps(ChatKVCache(engine=engine))
 
 
 PASTED = "Answer from this context: " + "x" * 400
@@ -441,22 +361,6 @@ def test_another_instruction_warns_once_and_is_said(
     assert not same.response_metadata["kv_cache"]["prefix_mismatch"]
 
 
-def test_documents_pass_through_prompt_templates(llm: ChatKVCache) -> None:
-    prompt = ChatPromptTemplate([("system", "Read."), ("placeholder", "{documents}")])
-    prompt += ChatPromptTemplate([("human", "{question}")])
-    documents = [HumanMessage([document_block(Document(text)) for text in ("one", "two")])]
-    chain = prompt | llm
-    message = chain.invoke({"documents": documents, "question": "what?"})
-    assert message.text == llm.engine.generate("what?", ["one", "two"], max_new_tokens=6).text
-
-
-def test_usage_adds_up(llm: ChatKVCache) -> None:
-    with get_usage_metadata_callback() as usage:
-        read = [details(llm.invoke(over("what?", "one")))["cache_read"] for _ in range(3)]
-    counted = usage.usage_metadata[llm.model]
-    assert counted["input_token_details"]["cache_read"] == sum(read) > 0
-
-
 def test_langchains_cache_of_answers_holds(llm: ChatKVCache) -> None:
     steps: list[Any] = []
 
@@ -501,12 +405,3 @@ def test_what_is_no_tool_is_refused(llm: ChatKVCache) -> None:
         llm.bind_tools([{"type": "web_search"}])
     with pytest.raises(InvalidInputError, match="is no function"):
         llm.invoke("?", tools=[{"type": "function"}])
-
-
-def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
-    llm = ChatKVCache(model="tiny", rotation="deferred", max_tokens=1)
-    content = [document_block(Document("The Mobrit costs 412 euros.")), "How much?"]
-    message = llm.invoke([HumanMessage(content)])
-    assert message.response_metadata["kv_cache"]["rotation"] == "deferred"
-    with pytest.raises(ValueError, match="rotation"):
-        ChatKVCache(model="tiny", rotation="lazy")

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from chat_model_helpers import LONG, Steps, details, over
-from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from langchain_core.runnables import ConfigurableField
 from small import make_model, make_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore
 from langchain_kvcache_rag import settings, structured
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.rag import KVCacheRAG
@@ -72,18 +71,6 @@ async def test_a_row_that_no_message_can_be_made_of_spoils_only_itself(llm: Chat
             llm.invoke(inputs[0]).text,
             llm.invoke(inputs[2]).text,
         ]
-
-
-def test_a_cache_of_answers_tells_engines_apart(make_engine: Callable[..., Engine]) -> None:
-    cache = InMemoryCache()
-    answers = []
-    for template in (None, PromptTemplate(system="Something else entirely!\n")):
-        engine = make_engine(**({"template": template} if template else {}))
-        told = ChatKVCache(engine=engine, max_tokens=6, cache=cache)
-        answers.append(told.invoke(over("what?", "one")).text)
-        alone = engine.generate("what?", ["one"], max_new_tokens=6)
-        assert answers[-1] == alone.text
-    assert answers[0] != answers[1]
 
 
 def test_a_config_cannot_change_a_given_engine(llm: ChatKVCache) -> None:

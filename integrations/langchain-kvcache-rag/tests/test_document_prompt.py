@@ -69,17 +69,6 @@ def test_metadata_reaches_the_model(
     assert seen == [TEXTS, ["The cat sat.", "The dog ran."]]
 
 
-async def test_every_way_of_asking_gives_the_same(llm: ChatKVCache, engine: Engine) -> None:
-    rag = KVCacheRAG(llm=llm, document_prompt=PROMPT)
-    text = engine.generate("Who sat?", TEXTS, max_new_tokens=6).text
-    assert rag.invoke(ASKED).content == text
-    assert (await rag.ainvoke(ASKED)).content == text
-    assert "".join(str(piece.content) for piece in rag.stream(ASKED)) == text
-    assert "".join([str(piece.content) async for piece in rag.astream(ASKED)]) == text
-    assert [one.content for one in rag.batch([ASKED, ASKED])] == [text, text]
-    assert [one.content for one in await rag.abatch([ASKED, ASKED])] == [text, text]
-
-
 def test_other_metadata_is_another_chunk(llm: ChatKVCache, engine: Engine) -> None:
     engine.add(TEXTS)
     rag = KVCacheRAG(llm, document_prompt=PROMPT)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage
 
-from kvcache_rag import BestLast
 from langchain_kvcache_rag import KVCacheRAG, document_block
 from langchain_kvcache_rag.messages import Grounded, read_messages
 
@@ -61,21 +60,6 @@ def test_of_equal_documents_the_highest_counts_and_empty_ones_do_not() -> None:
     assert read([*documents(SCORES), Document(" ")]) == SCORES
 
 
-def test_the_best_by_score_is_computed_with_the_question(llm: ChatKVCache, engine: Engine) -> None:
-    rag = KVCacheRAG(llm=llm)
-    options: dict[str, Any] = {"policy": BestLast(), "max_new_tokens": 6}
-    found = rag.invoke(asked(SCORES), policy="bestlast")
-    expected = engine.generate("Who sat?", TEXTS, scores=SCORES, **options)
-    plain = engine.generate("Who sat?", TEXTS, **options)
-    assert found.content == expected.text
-    assert found.response_metadata["kv_cache"]["fresh_tokens"] == expected.metrics.fresh_tokens
-    assert plain.metrics.fresh_tokens != expected.metrics.fresh_tokens, "it must be able to fail"
-    streamed = list(rag.stream(asked(SCORES), policy="bestlast"))
-    assert "".join(str(piece.content) for piece in streamed) == expected.text
-    given = rag.invoke(asked(SCORES), policy="bestlast", scores=[3, 2, 1])
-    assert given.response_metadata["kv_cache"]["fresh_tokens"] == plain.metrics.fresh_tokens
-
-
 async def test_a_batch_has_scores_of_each_question(llm: ChatKVCache) -> None:
     rag = KVCacheRAG(llm=llm)
     every = [asked(SCORES), asked((None,) * 3), asked((0.1, 0.9, 0.2), "Who ran?")]
@@ -107,43 +91,6 @@ def test_scores_of_documents_count_beside_tools_too(llm: ChatKVCache) -> None:
         "the best document is computed with the question: the shortest, the longest"
     )
     assert fresh((None,) * 3) == first, "the first is the best where nothing says so"
-
-
-def called(number: int, found: Sequence[Document], how: str) -> list[Any]:
-    """A call of a tool, and the documents that it found."""
-    calls = [{"name": "search", "args": {}, "id": str(number)}]
-    content: Any = [document_block(document) for document in found]
-    artifact = None
-    if how == "artifact":
-        content, artifact = "\n\n".join(one.page_content for one in found), list(found)
-    answer = ToolMessage(content, tool_call_id=str(number), artifact=artifact)
-    return [AIMessage("", tool_calls=calls), answer]
-
-
-@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
-@pytest.mark.parametrize("how", ["blocks", "artifact"])
-@pytest.mark.parametrize(
-    ("found", "scores", "best"),
-    [
-        (["012"], (None,) * 3, 0),
-        (["012"], SCORES, 2),
-        (["0", "21"], (None,) * 3, 2),
-        (["2", "01"], SCORES, 1),
-        (["2", "01"], (None, 0.2, 0.9), 0),
-        (["012", "1"], SCORES, 1),
-    ],
-)
-def test_the_best_of_the_last_call_is_computed_with_the_question(
-    llm: ChatKVCache, engine: Engine, found: Sequence[str], scores: Any, best: int, how: str
-) -> None:
-    every = documents(scores)
-    messages: list[Any] = [HumanMessage("Who sat?")]
-    for number, places in enumerate(found):
-        messages += called(number, [every[int(place)] for place in places], how)
-    said = llm.invoke(messages, policy="bestlast", max_new_tokens=2)
-    fresh = [len(chunk) for chunk in engine.tokenize("?", TEXTS).chunks]
-    assert len(set(fresh)) == len(fresh), "it must be able to fail"
-    assert said.response_metadata["kv_cache"]["fresh_tokens"] == fresh[best]
 
 
 def test_documents_of_the_last_question_are_the_best(llm: ChatKVCache, engine: Engine) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from pydantic import Field
-from small import make_model
 
 from kvcache_rag import FullRecompute, InvalidInputError
 from kvcache_rag.errors import ContextTooLongError
@@ -22,7 +21,6 @@ from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, create_kvcache_rag_ch
 
 if TYPE_CHECKING:
     from langchain_core.callbacks import CallbackManagerForRetrieverRun
-    from small import Loop
 
     from kvcache_rag import Engine
 
@@ -92,28 +90,11 @@ def test_it_answers_as_the_engine_does_and_says_what_was_reused(
     assert usage["input_tokens"] == len(engine.tokenize("Who sat?", TEXTS).all)
 
 
-async def test_every_way_of_asking_gives_the_same(rag: KVCacheRAG, engine: Engine) -> None:
-    text = expected(engine)
-    assert rag.invoke(ASKED).content == text
-    assert (await rag.ainvoke(ASKED)).content == text
-    assert "".join(str(piece.content) for piece in rag.stream(ASKED)) == text
-    assert "".join([str(piece.content) async for piece in rag.astream(ASKED)]) == text
-    assert [one.content for one in rag.batch([ASKED, ASKED])] == [text, text]
-    assert [one.content for one in await rag.abatch([ASKED, ASKED])] == [text, text]
-
-
 def test_it_composes_as_the_readme_says(chain: Runnable[str, str], engine: Engine) -> None:
     assert chain.invoke("Who sat?") == expected(engine)
     pieces = list(chain.stream("Who sat?"))
     assert "".join(pieces) == expected(engine)
     assert len(pieces) > 2, "token by token, not in one piece"
-
-
-def test_sources_stand_beside_the_answer(rag: KVCacheRAG, engine: Engine) -> None:
-    found: Any = RunnableParallel(context=Fixed(), question=RunnablePassthrough())
-    answered = found.assign(answer=rag | StrOutputParser()).invoke("Who sat?")
-    assert answered["answer"] == expected(engine)
-    assert answered["context"] == DOCUMENTS
 
 
 def test_an_input_that_comes_in_pieces_is_put_together(rag: KVCacheRAG, engine: Engine) -> None:
@@ -203,23 +184,6 @@ def test_one_bad_question_spoils_only_itself(rag: KVCacheRAG, engine: Engine) ->
         rag.batch(asked)
 
 
-# ---------------------------------------------------------------------- the event loop
-@pytest.mark.parametrize("way", ["ainvoke", "abatch", "astream"])
-async def test_the_event_loop_goes_on(
-    llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    rag = KVCacheRAG(llm=llm)
-    asked: Any = {"question": "Who?", "context": DOCUMENTS}
-    if way == "ainvoke":
-        await rag.ainvoke(asked)
-    elif way == "abatch":
-        await rag.abatch([asked] * 4)
-    else:
-        _ = [piece async for piece in rag.astream(asked)]
-    assert loop.turns > 3
-
-
 # ---------------------------------------------------------------------- events
 async def test_events_tell_the_whole_story(chain: Runnable[str, str], engine: Engine) -> None:
     events = [event async for event in chain.astream_events("Who sat?", version="v2")]
@@ -253,35 +217,12 @@ def test_a_config_reaches_every_part(rag: KVCacheRAG) -> None:
     assert all("mine" in tags and tenant == "a" for tags, tenant in seen)
 
 
-def test_usage_is_summed_over_a_batch(rag: KVCacheRAG, engine: Engine) -> None:
-    engine.add(TEXTS)
-    with get_usage_metadata_callback() as usage:
-        rag.batch([ASKED, ASKED, ASKED])
-    (sums,) = usage.usage_metadata.values()
-    chunks = sum(map(len, engine.tokenize("?", TEXTS).chunks))
-    assert sums["input_token_details"]["cache_read"] == 3 * chunks
-
-
 # ---------------------------------------------------------------------- giving up
 def _endless(llm: ChatKVCache) -> Runnable[str, str]:
     start: Any = {"context": Fixed(), "question": RunnablePassthrough()}
     return (
         start | KVCacheRAG(llm=llm.bind(max_tokens=2000, min_new_tokens=2000)) | StrOutputParser()
     )
-
-
-def test_a_closed_stream_frees_the_model_at_once(
-    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
-) -> None:
-    engine.add(TEXTS)
-    with closing(_endless(llm).stream("Who sat?")) as pieces:
-        for _, _ in zip(range(3), pieces, strict=False):
-            pass
-    computed = len(forwards)
-    assert computed < 500
-    # The model is free: it answers the next question, and computes nothing for the old one.
-    assert expected(engine)
-    assert len(forwards) <= computed + 7
 
 
 @pytest.mark.parametrize("read", [1, 3])
@@ -301,41 +242,6 @@ def test_a_closed_retrieval_chain_frees_the_model_at_once(
     assert computed < 500
     assert expected(engine)
     assert len(forwards) <= computed + 7
-
-
-async def test_a_closed_async_stream_frees_the_model_at_once(
-    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
-) -> None:
-    engine.add(TEXTS)
-    async with aclosing(_endless(llm).astream("Who sat?")) as pieces:
-        async for _ in pieces:
-            break
-    computed = len(forwards)
-    assert computed < 500
-    assert (await KVCacheRAG(llm=llm).ainvoke(ASKED)).content
-    assert len(forwards) <= computed + 100
-
-
-async def test_a_cancelled_task_frees_the_model_at_once(
-    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
-) -> None:
-    engine.add(TEXTS)
-    seen = asyncio.Event()
-
-    async def read() -> None:
-        async with aclosing(_endless(llm).astream("Who sat?")) as pieces:
-            async for _ in pieces:
-                seen.set()
-
-    task = asyncio.create_task(read())
-    await seen.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    computed = len(forwards)
-    assert computed < 1000
-    assert (await KVCacheRAG(llm=llm).ainvoke(ASKED)).content
-    assert len(forwards) <= computed + 100
 
 
 @pytest.mark.parametrize("way", ["ainvoke", "abatch"])
@@ -405,13 +311,6 @@ def test_it_stands_in_the_stock_retrieval_chain(rag: KVCacheRAG, engine: Engine)
     spoken = {"input": "Who sat?", "chat_history": [HumanMessage("Wet?"), AIMessage("No.")]}
     said = [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "No."}]
     assert chain.invoke(spoken)["answer"].content == expected(engine, history=said)
-
-
-async def test_it_stands_in_the_stock_retrieval_chain_in_async(
-    rag: KVCacheRAG, engine: Engine
-) -> None:
-    answered = await stock_chain(Fixed(), rag).ainvoke({"input": "Who sat?"})
-    assert answered["answer"].content == expected(engine)
 
 
 def test_a_question_stands_before_an_input(rag: KVCacheRAG, engine: Engine) -> None:

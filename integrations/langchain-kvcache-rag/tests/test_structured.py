@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from chat_model_helpers import details, over
@@ -14,11 +13,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from kvcache_rag import Engine, InvalidInputError
-from kvcache_rag.errors import MissingExtraError
 from langchain_kvcache_rag.chat_model import ChatKVCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Mood(Enum):
@@ -50,21 +45,6 @@ class FindingDict(TypedDict):
 @pytest.fixture
 def patient(engine: Engine) -> ChatKVCache:
     return ChatKVCache(engine=engine, max_tokens=200)
-
-
-@pytest.mark.parametrize("question", ["what?", over("what?", "one", "two")])
-def test_objects_fit_the_class(patient: ChatKVCache, question: Any) -> None:
-    found = patient.with_structured_output(Finding).invoke(question)
-    assert isinstance(found, Finding)
-    assert Finding.model_validate(found.model_dump()) == found
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.5, 3.0])
-def test_samples_fit_too(patient: ChatKVCache, temperature: float) -> None:
-    chain = patient.with_structured_output(Finding, temperature=temperature)
-    found = [chain.invoke("what?") for _ in range(5)]
-    assert all(isinstance(one, Finding) for one in found)
-    assert len({one.model_dump_json() for one in found}) > 1
 
 
 def test_dictionaries_fit_their_schemas(patient: ChatKVCache) -> None:
@@ -118,23 +98,6 @@ def test_cached_chunks_are_reused(patient: ChatKVCache) -> None:
     assert found["raw"].response_metadata["finish_reason"] == "stop"
 
 
-def test_the_schema_stands_at_the_end_of_the_question(
-    patient: ChatKVCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    real = patient.engine.generate
-
-    def spy(question: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(question)
-        return real(question, *arguments, **options)
-
-    monkeypatch.setattr(patient.engine, "generate", spy)
-    patient.with_structured_output(Finding).invoke(over("what?", "one"))
-    before, _, schema = asked[0].partition("\n\nAnswer with JSON that fits this schema: ")
-    assert before == "what?"
-    assert json.loads(schema) == Finding.model_json_schema()
-
-
 async def test_it_works_on_an_event_loop_and_in_batches(patient: ChatKVCache) -> None:
     chain = patient.with_structured_output(Finding)
     questions = [over(f"what {index}?", "one") for index in range(3)]
@@ -169,14 +132,6 @@ def test_what_is_cut_is_an_error(patient: ChatKVCache) -> None:
         stopped.invoke("what?")
 
 
-def test_several_rounds_fit_each(make_engine: Callable[..., Engine]) -> None:
-    llm = ChatKVCache(engine=make_engine(context_window=800), max_tokens=60)
-    chain = llm.with_structured_output(FindingDict, include_raw=True)
-    found = chain.invoke(over("what?", "a" * 200, "b" * 200, "c" * 200))
-    assert found["raw"].response_metadata["kv_cache"]["rounds"] > 1
-    assert found["parsed"].keys() == {"mood", "sure"}
-
-
 def test_every_token_of_a_real_vocabulary_is_known() -> None:
     llm = ChatKVCache(model="tiny", max_tokens=200, temperature=1.0)
     found = llm.with_structured_output(Finding).invoke("what?")
@@ -203,10 +158,3 @@ def test_options_of_no_use_are_said(patient: ChatKVCache) -> None:
         patient.with_structured_output(Finding, num_beams=2).invoke("what?")
     with pytest.raises(InvalidInputError, match="json_schema must be"):
         patient.invoke("what?", json_schema=Finding)
-
-
-def test_the_extra_is_named(patient: ChatKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtraError) as error:
-        patient.with_structured_output(Finding)
-    assert "pip install 'kvcache-rag[structured]'" in str(error.value)

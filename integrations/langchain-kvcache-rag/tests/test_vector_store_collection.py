@@ -11,13 +11,10 @@ import chromadb
 import pytest
 from chromadb.api.types import SearchResult
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage
 from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.generation import StoredChunk
-from kvcache_rag.integration import REFERENCE_KEYS
-from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.client import PrefilledClient
 from langchain_kvcache_rag.collection import DocumentCollection
@@ -178,21 +175,6 @@ def test_model_that_cannot_be_loaded_is_known_before_rows_go(store: KVCacheChrom
         with pytest.raises(InvalidInputError, match="no model folder"):
             delete()
     assert texts_of(broken) == {"1": "a"}
-
-
-def test_retrieved_documents_are_answered_from_their_kv(
-    store: KVCacheChroma, llm: ChatKVCache, prefilled: Callable[[], int]
-) -> None:
-    store.add_texts(["The tower is tall.", "The lake is deep."], ids=["a", "b"])
-    prefilled()
-    found = store.as_retriever(search_kwargs={"k": 2}).invoke("tower")
-    question: Any = [*map(document_block, found), {"type": "text", "text": "How tall?"}]
-    usage = llm.invoke([HumanMessage(question)]).usage_metadata
-    assert usage is not None
-    tokens = sum(int(metadata_of(store, id_)["kv_tokens"]) for id_ in "ab")
-    assert usage["input_token_details"]["cache_read"] >= tokens
-    assert prefilled() == 0
-    assert all(not set(REFERENCE_KEYS) & set(one.metadata) for one in found)
 
 
 def test_pictures_are_not_prefilled(

@@ -17,7 +17,6 @@ from store_helpers import Geometry, library, memory_store, metadata_of, survivor
 from kvcache_rag import DiskStore, InvalidInputError
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, References
-from langchain_kvcache_rag import KVCacheRAG
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
@@ -42,24 +41,6 @@ def store(llm: ChatKVCache) -> KVCacheChroma:
 
 
 # ---------------------------------------------------------------------- references
-def test_reference_stands_in_the_row_and_not_in_the_document(
-    store: KVCacheChroma, llm: ChatKVCache, prefilled: Count
-) -> None:
-    mine = Document("The tower is tall.", id="a", metadata={"page": 3})
-    store.add_documents([mine])
-    assert prefilled() == 1
-    assert mine.metadata == {"page": 3}
-    (key,) = llm.engine.keys(["The tower is tall."])
-    row = metadata_of(store, "a")
-    assert set(row) == {"page", *REFERENCE_KEYS}
-    assert (row["kv_key"], row["kv_spec"]) == (key.digest, llm.engine.spec)
-    assert (row["kv_tokens"], row["kv_bytes"] > 0) == (key.tokens, True)
-    assert all(len(str(row[name])) <= 128 for name in REFERENCE_KEYS)
-    assert llm.engine.store.contains(key)
-    assert store.similarity_search("tower") == [mine]
-    assert store.get()["metadatas"] == [{"page": 3}]
-
-
 READS: dict[str, Callable[[KVCacheChroma], Any]] = {
     "search": lambda store: store.similarity_search("Text."),
     "scores": lambda store: store.similarity_search_with_relevance_scores("Text."),
@@ -243,49 +224,6 @@ def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: 
     assert held("a") == "a"
 
 
-# What others may have written in place of a field of a reference; Chroma keeps scalars.
-ODD: dict[str, tuple[Any, ...]] = {
-    "kv_key": ("", "x", "0" * 64, "../../etc", 7, True),
-    "kv_spec": ("", "x", "0" * 64, 7, True),
-    "kv_text": ("", "x", "0" * 64, 7, True),
-    "kv_tokens": (-1, 0, 1, 2, 10**6, 2**62, "x", "", 1.5, True),
-    "kv_bytes": (-1, 0, 10**18, "x", 1.5, True),
-}
-
-
-@pytest.mark.parametrize("overflow", ["error", "drop_lowest"])
-@pytest.mark.parametrize("name", ODD)
-def test_law_no_field_of_a_reference_decides_anything(
-    make_engine: Callable[..., Engine], tmp_path: Path, name: str, overflow: Any
-) -> None:
-    kv = DiskStore(tmp_path, durable=False)
-    engine = make_engine(store=kv)
-    texts = ["The tower is tall.", "A cat sleeps.", "Lakes are deep."]
-    writer = memory_store(engine=engine)
-    writer.add_texts(texts, ids=["n0", "n1", "n2"])
-    keys, raw = engine.keys(texts), access.collection(writer).collection
-
-    def answer() -> tuple[str, int]:
-        llm = ChatKVCache(engine=engine, max_tokens=4, overflow=overflow)
-        store = memory_store(collection_name=raw.name, llm=llm)
-        context = store.similarity_search("Who?", k=3)
-        found = KVCacheRAG(llm).invoke({"question": "Who?", "context": context})
-        (cost,) = found.response_metadata["kv_cache"]["answers"]
-        return str(found.content), cost["prompt_tokens"]
-
-    expected = answer()
-    for value in ODD[name]:
-        held = metadata_of(writer, "n1")
-        raw.update(ids=["n1"], metadatas=[{name: value}])
-        assert answer() == expected, value
-        assert all(map(kv.contains, keys)), value
-        assert kv.stats().corrupt == 0, value
-        raw.update(ids=["n1"], metadatas=[{name: held[name]}])
-    raw.update(ids=["n1"], metadatas=[{name: ODD[name][0]}])
-    assert writer.prefill_missing() == 1
-    assert metadata_of(writer, "n1") == held
-
-
 # ---------------------------------------------------------------------- failures
 def test_text_that_is_too_long_has_no_reference(
     store: KVCacheChroma, held: Held, prefilled: Count
@@ -377,9 +315,6 @@ def test_prefill_missing_fills_a_collection_of_the_stock_store(
     (key,) = llm.engine.keys(["red fox"])
     assert llm.references.chunk("red fox", llm.engine) == StoredChunk(key, "red fox")
     assert (store.prefill_missing(), prefilled()) == (0, 0)
-    # Evicted KV comes back too, though no reference has to be written.
-    llm.engine.store.delete(key)
-    assert (store.prefill_missing(), prefilled()) == (0, 1)
 
 
 # ---------------------------------------------------------------------- several stores
@@ -444,31 +379,3 @@ def test_folder_of_kv_outlives_the_process(
         False,
         True,
     ]
-
-
-@pytest.mark.parametrize("name", REFERENCE_KEYS)
-def test_whatever_wrote_into_a_row_it_is_answered_from_its_text(
-    make_engine: Callable[..., Engine], tmp_path: Path, name: str
-) -> None:
-    """A number of tokens of 1e300 failed every question that found the row."""
-    engine = make_engine(store=DiskStore(tmp_path / "kv", durable=False))
-    llm = ChatKVCache(engine=engine, max_tokens=4)
-    store = memory_store(llm=llm)
-    store.add_texts(["red fox", "blue fox"], ids=["a", "b"])
-    raw: Any = access.collection(store)
-
-    def answer() -> str:
-        found = store.similarity_search("what?", k=2)
-        return KVCacheRAG(llm=llm).invoke({"question": "what?", "context": found}).text
-
-    right, noted = answer(), metadata_of(store, "a")[name]
-    for value in (1e300, 1e19, 2**63 - 1, -1, float("inf"), "../x", "a" * 100_000, [1.5], True):
-        raw.collection.update(ids=["a"], metadatas=[{name: value}])
-        assert answer() == right, value
-        raw.collection.update(ids=["a"], metadatas=[{name: noted}])
-    raw.collection.update(ids=["a"], metadatas=[{name: 1e300}])
-    assert store.prefill_missing() == 1
-    assert metadata_of(store, "a")[name] == noted
-    raw.collection.update(ids=["b"], metadatas=[{name: 1e300}])
-    store.delete(["a", "b"])
-    assert raw.collection.count() == 0

@@ -21,6 +21,8 @@ from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytest.register_assert_rewrite("contracts_frameworks")
+
 
 @pytest.fixture
 def make_engine() -> Callable[..., Engine]:

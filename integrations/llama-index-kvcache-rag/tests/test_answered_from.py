@@ -11,12 +11,9 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
-from llama_index.core.tools import QueryEngineTool
 
 from llama_index.kvcache_rag import (
-    KVCacheChatEngine,
     KVCacheLLM,
-    KVCacheQueryEngine,
     KVCacheSynthesizer,
 )
 
@@ -61,34 +58,6 @@ def told(response: Any) -> tuple[list[int], list[Any], int]:
         assert one.node.metadata == {}, "it would be part of the chunk's text"
         assert one.node.get_content(MetadataMode.LLM) == TEXTS[one.node.node_id]
     return places, ids, found["unused_chunks"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("bestfew:1", ([3], ["keeper"], 2)),
-        ("bestfew:2", ([3, 1], ["keeper", "bakery"], 1)),
-        ("bestlast", ([1, 4, 3], ["bakery", "harbour", "keeper"], 0)),
-        ("full", ([1, 3, 4], ["bakery", "keeper", "harbour"], 0)),
-    ],
-)
-async def test_every_way_of_asking_tells_it(llm: KVCacheLLM, policy: str, expected: Any) -> None:
-    engine = KVCacheQueryEngine.from_args(Fixed(), llm, policy=policy)
-    assert told(engine.query(QUESTION)) == told(await engine.aquery(QUESTION)) == expected
-    streaming: Any = KVCacheQueryEngine.from_args(Fixed(), llm, policy=policy, streaming=True)
-    stream = streaming.query(QUESTION)
-    assert "".join(stream.response_gen)
-    assert told(stream) == expected
-    stream = await streaming.aquery(QUESTION)
-    assert "".join([piece async for piece in stream.async_response_gen()])
-    assert told(stream) == expected
-    chat = KVCacheChatEngine.from_defaults(Fixed(), llm=llm, policy=policy)
-    assert told(chat.chat(QUESTION)) == told(await chat.achat(QUESTION)) == expected
-    spoken: Any = chat.stream_chat(QUESTION)
-    assert "".join(spoken.response_gen)
-    assert told(spoken) == expected
-    tool = QueryEngineTool.from_defaults(engine)
-    assert told(tool.call(QUESTION).raw_output) == expected
 
 
 def test_the_event_and_what_else_was_retrieved(llm: KVCacheLLM, recorder: Recorder) -> None:

@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from chat_helpers import HISTORY, NEXT, QUESTION, WAYS, ask, make_index, said
+from chat_helpers import HISTORY, QUESTION, WAYS, ask, make_index, said
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index_helpers import settled
-from small import Loop, make_model
+from small import make_model
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
@@ -148,15 +148,8 @@ async def test_reader_of_the_other_kind_is_told(chat: KVCacheChatEngine) -> None
 
 
 # ---------------------------------------------------------------------- readers who leave
-@pytest.mark.parametrize("with_handler", [False, True])
-def test_leaving_a_stream_stops_it(
-    talkative: KVCacheChatEngine,
-    forwards: list[int],
-    with_handler: bool,
-    request: pytest.FixtureRequest,
-) -> None:
-    if with_handler:  # one that keeps its events, and with them the tracebacks
-        request.getfixturevalue("recorder")
+@pytest.mark.usefixtures("recorder")  # which keeps events, and with them the tracebacks
+def test_leaving_a_stream_stops_it(talkative: KVCacheChatEngine, forwards: list[int]) -> None:
     response = talkative.stream_chat(QUESTION)
     seen = []
     for piece in response.response_gen:
@@ -171,17 +164,11 @@ def test_leaving_a_stream_stops_it(
     assert response.metadata["kv_cache"] == {}
 
 
-@pytest.mark.parametrize("with_handler", [False, True])
+@pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("by", ["aclose", "break"])
 async def test_leaving_an_async_stream_stops_it(
-    talkative: KVCacheChatEngine,
-    forwards: list[int],
-    with_handler: bool,
-    by: str,
-    request: pytest.FixtureRequest,
+    talkative: KVCacheChatEngine, forwards: list[int], by: str
 ) -> None:
-    if with_handler:
-        request.getfixturevalue("recorder")
     response = await talkative.astream_chat(QUESTION)
     seen = []
     if by == "aclose":
@@ -393,21 +380,3 @@ async def test_turn_is_remembered_whole_or_not_at_all(
         await task
     await asyncio.sleep(0.1)
     assert [role for role, _ in said(memory.get_all())] == ["user", "assistant"]
-
-
-# ---------------------------------------------------------------------- event loop
-@pytest.mark.parametrize("way", ["achat", "astream_chat"])
-async def test_event_loop_is_not_blocked(
-    index: VectorStoreIndex,
-    llm: KVCacheLLM,
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-) -> None:
-    engine = KVCacheChatEngine.from_index(index, llm)
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    await ask(engine, way, QUESTION, list(HISTORY))
-    asked = loop.turns
-    assert asked > 3
-    await ask(engine, way, NEXT)
-    assert loop.turns > asked + 3

@@ -15,8 +15,6 @@ from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheSynthesizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llama_index_helpers import Recorder
 
 FACT = "The lighthouse keeper is called Marlow."
@@ -157,15 +155,3 @@ def test_template_without_a_place_for_chunks_has_none_for_a_history(llm: KVCache
     made = KVCacheSynthesizer(llm, text_qa_template=template, chat_history=[HELLO, GOOD_DAY])
     with pytest.raises(InvalidInputError, match="context_str once and query_str behind it"):
         made.synthesize(QUESTION, NODES)
-
-
-def test_history_in_every_round(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(context_window=420)
-    llm = KVCacheLLM(engine=engine, max_new_tokens=4)
-    chunks = [f"{index} {'x' * 90}" for index in range(4)]
-    found = [NodeWithScore(node=TextNode(text=chunk)) for chunk in chunks]
-    made = KVCacheSynthesizer(llm, chat_history=[HELLO, GOOD_DAY])
-    response = made.synthesize("q?", found)
-    expected = engine.generate("q?", chunks, history=TURNS, overflow="refine", max_new_tokens=4)
-    assert (response.metadata or {})["kv_cache"]["rounds"] == expected.metrics.rounds > 1
-    assert str(response) == expected.text

@@ -191,17 +191,6 @@ def test_wrong_arguments_are_told(llm: KVCacheLLM, name: str) -> None:
         list(getattr(llm, name)("a", assistant_early_exit=2))
 
 
-# ---------------------------------------------------------------------- chunks
-def test_answer_over_chunks_by_policy(llm: KVCacheLLM, engine: Engine) -> None:
-    engine.add(["The tower is tall."])
-    request = Grounded("How tall?", ("The tower is tall.",))
-    reused = llm.answer("prompt", request)
-    assert reused.raw["kv_cache"]["reused_tokens"] > 0
-    full = KVCacheLLM(engine=engine, max_new_tokens=6, policy=FullRecompute())
-    assert full.answer("prompt", request).raw["kv_cache"]["policy"] == "FullRecompute()"
-    assert full.answer("prompt", request).text == reused.text  # one chunk in its natural place
-
-
 # ---------------------------------------------------------------------- events
 @pytest.mark.parametrize(
     ("call", "expected"),
@@ -215,17 +204,6 @@ def test_events_once_each(
 ) -> None:
     call(llm)
     assert recorder.names() == expected
-
-
-async def test_async_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
-    await llm.acomplete("a")
-    await llm.achat(HELLO)
-    assert recorder.names() == [
-        "LLMCompletionStartEvent",
-        "LLMCompletionEndEvent",
-        "LLMChatStartEvent",
-        "LLMChatEndEvent",
-    ]
 
 
 async def test_stream_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
@@ -358,40 +336,6 @@ def test_settings_without_the_model(engine: Engine) -> None:
     assert getattr(llm, "to_payload", llm.to_dict)()  # of newer versions of llama-index-core
 
 
-def test_arguments_of_hugging_face_llm_are_known(tmp_path: Path) -> None:
-    KVCacheLLM(
-        model_name="tiny",
-        tokenizer_name=None,
-        device_map="auto",
-        context_window=1024,
-        max_new_tokens=9,
-        generate_kwargs=None,
-        model_kwargs={"revision": "main"},
-        tokenizer_kwargs={},
-        stopping_ids=[5],
-        system_prompt="Be brief.",
-        messages_to_prompt=None,
-        completion_to_prompt=None,
-        is_chat_model=False,
-        kv_dir=str(tmp_path),
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_dir": "kv"}, "kv_dir"),
-        ({"system_prompt": "Be brief."}, "system_prompt"),
-        ({"template": PromptTemplate(), "tokenizer": "x"}, "template and tokenizer"),
-    ],
-)
-def test_engine_refuses_what_is_its_own(
-    engine: Engine, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        KVCacheLLM(engine=engine, **options)
-
-
 def test_loads_when_first_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     make_model().save_pretrained(folder)
@@ -472,21 +416,6 @@ def test_the_folder_of_the_kv_stays_under_its_limit(tmp_path: Path) -> None:
     assert 0 < held <= limit
     assert llm.engine.store.stats().evictions > 0
     assert str(llm.engine.generate("How much does the Mobrit3 cost?", texts[3:4]).text) == "3"
-
-
-def test_a_limit_without_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="kv_max_bytes"):
-        KVCacheLLM(model_name="tiny", kv_max_bytes=0)
-
-
-def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
-    llm = KVCacheLLM(model_name="tiny", rotation="deferred")
-    metrics = llm.engine.generate("Who?", ["The Mobrit costs 412 euros."], max_new_tokens=1).metrics
-    assert metrics.rotation == "deferred"
-    with pytest.raises(ValueError, match="rotation"):
-        KVCacheLLM(model_name="tiny", rotation="lazy")
-    with pytest.raises(ValueError, match="rotation belong"):
-        KVCacheLLM(engine=llm.engine, rotation="copied")
 
 
 def test_a_name_where_a_loaded_model_goes_is_told_its_place() -> None:

@@ -13,6 +13,8 @@ from llama_index.kvcache_rag import KVCacheLLM
 from llama_index.kvcache_rag.responses import Grounded
 
 if TYPE_CHECKING:
+    from llama_index_helpers import Recorder
+
     from kvcache_rag import Engine
 
 LONG = 3000
@@ -25,11 +27,12 @@ CALLS = [
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "recorded"])
-def talkative(engine: Engine, request: pytest.FixtureRequest) -> KVCacheLLM:
-    """Answers for so long that only stopping it ends a test in time."""
-    if request.param:  # a handler that keeps its events, and with them the tracebacks
-        request.getfixturevalue("recorder")
+@pytest.fixture
+def talkative(engine: Engine, recorder: Recorder) -> KVCacheLLM:
+    """Answers for so long that only stopping it ends a test in time.
+
+    Its events are kept, and with them the tracebacks, which hold streams longer than nobody does.
+    """
     options = {"min_new_tokens": LONG}
     return KVCacheLLM(engine=engine, max_new_tokens=LONG, generate_kwargs=options)
 

@@ -10,7 +10,6 @@ import chromadb
 import pytest
 import torch
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
-from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
@@ -18,7 +17,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
-from kvcache_rag import CacheClip, DiskStore, FullRecompute, InvalidInputError, PromptTemplate
+from kvcache_rag import CacheClip, InvalidInputError, PromptTemplate
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
@@ -26,14 +25,12 @@ from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
     KVCachePrefill,
-    KVCacheQueryEngine,
     KVCacheVectorStore,
 )
 from llama_index.kvcache_rag.references import chunks_of, llm_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvcache_rag import Engine
     from kvcache_rag.kv import ChunkKey
@@ -76,28 +73,6 @@ def deleted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # ---------------------------------------------------------------------- references
-def test_reference_is_a_row_apart_from_the_node(
-    store: KVCacheVectorStore, engine: Engine, prefilled: Count
-) -> None:
-    mine = node("a", "The tower is tall.", page=3)
-    before = mine.hash
-    store.add([mine])
-    assert prefilled() == 1
-    assert mine.hash == before
-    assert set(mine.metadata) == {"page"}
-    text = mine.get_content(MetadataMode.LLM)
-    assert text == "page: 3\n\nThe tower is tall."
-    (key,) = keys_of(engine, text)
-    held = row(store, "a")
-    assert (held["kv_key"], held["kv_spec"]) == (key.digest, engine.spec)
-    assert held["kv_tokens"] == key.tokens
-    assert held["kv_bytes"] > 0
-    assert all(isinstance(held[name], (str, int)) for name in REFERENCE_KEYS)
-    assert all(len(str(held[name])) <= 128 for name in REFERENCE_KEYS)
-    assert "kv_" not in held["_node_content"]
-    assert engine.store.contains(key)
-
-
 def test_returned_node_carries_the_reference_out_of_sight(store: KVCacheVectorStore) -> None:
     mine = node("a", "The tower is tall.", page=3)
     store.add([mine])
@@ -158,29 +133,6 @@ def test_reference_of_another_prefix_or_wrapper_is_not_used(
 
 
 # ---------------------------------------------------------------------- deleting and updating
-def test_deleting_drops_the_kv(
-    store: KVCacheVectorStore, engine: Engine, deleted: list[str]
-) -> None:
-    store.add([node("a", "First."), node("b", "Second."), node("c", "Third.")])
-    digests = [key.digest for key in keys_of(engine, "First.", "Second.", "Third.")]
-    store.delete_nodes(["a"])
-    assert deleted == digests[:1]
-    store.clear()
-    assert sorted(deleted[1:]) == sorted(digests[1:])
-    assert not any(engine.store.contains(key) for key in keys_of(engine, "First.", "Third."))
-
-
-def test_updated_node_drops_its_old_chunk(
-    store: KVCacheVectorStore, engine: Engine, deleted: list[str], prefilled: Count
-) -> None:
-    store.add([node("a", "Old text.")])
-    store.add([node("a", "New text.")])
-    old, new = keys_of(engine, "Old text.", "New text.")
-    assert deleted == [old.digest]
-    assert row(store, "a")["kv_key"] == new.digest
-    assert prefilled() == 2
-
-
 def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
     store: KVCacheVectorStore, engine: Engine, deleted: list[str], prefilled: Count
 ) -> None:
@@ -233,58 +185,6 @@ def test_node_without_embedding_prefills_nothing(
     assert prefilled() == 0
 
 
-def test_chunk_that_is_too_long_has_no_reference(
-    store: KVCacheVectorStore, prefilled: Count
-) -> None:
-    with pytest.warns(UserWarning, match="row 'b' written without a reference"):
-        store.add([node("a", "Short."), node("b", "x" * 5000)])
-    assert ["kv_key" in row(store, id_) for id_ in "ab"] == [True, False]
-    assert prefilled() == 1
-
-
-# What others may have written in place of a field of a reference; Chroma keeps scalars.
-ODD: dict[str, tuple[Any, ...]] = {
-    "kv_key": ("", "x", "0" * 64, "../../etc", 7, True),
-    "kv_spec": ("", "x", "0" * 64, 7, True),
-    "kv_text": ("", "x", "0" * 64, 7, True),
-    "kv_tokens": (-1, 0, 1, 2, 10**6, 2**62, "x", "", 1.5, True),
-    "kv_bytes": (-1, 0, 10**18, "x", 1.5, True),
-}
-
-
-@pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
-@pytest.mark.parametrize("name", ODD)
-def test_law_no_field_of_a_reference_decides_anything(
-    make_engine: Callable[..., Engine], tmp_path: Path, name: str, overflow: Any
-) -> None:
-    kv = DiskStore(tmp_path, durable=False)
-    llm = KVCacheLLM(engine=make_engine(store=kv), max_new_tokens=4)
-    client = chromadb.EphemeralClient()
-    store = KVCacheVectorStore.from_params(f"c-{uuid.uuid4().hex}", client=client, llm=llm)
-    texts = ["The tower is tall.", "A cat sleeps.", "Lakes are deep."]
-    store.add([node(f"n{at}", text) for at, text in enumerate(texts)])
-    keys = keys_of(llm.engine, *texts)
-
-    def answer(policy: Any = None) -> tuple[str, int]:
-        index = VectorStoreIndex.from_vector_store(store, embed_model=MockEmbedding(2))
-        options = {"similarity_top_k": 3, "overflow": overflow, "policy": policy}
-        asked: Any = KVCacheQueryEngine.from_index(index, llm, **options).query("Who?")
-        return str(asked), asked.metadata["kv_cache"]["prompt_tokens"]
-
-    for policy in (None, FullRecompute()):
-        expected = answer(policy)
-        for value in ODD[name]:
-            held = row(store, "n1")
-            store.client.update(ids=["n1"], metadatas=[{name: value}])
-            assert answer(policy) == expected, value
-            assert all(map(kv.contains, keys)), value
-            assert kv.stats().corrupt == 0, value
-            store.client.update(ids=["n1"], metadatas=[{name: held[name]}])
-    store.client.update(ids=["n1"], metadatas=[{name: ODD[name][0]}])
-    assert store.prefill_missing() == 1
-    assert row(store, "n1") == held
-
-
 # ---------------------------------------------------------------------- filling up
 def test_prefill_missing_fills_and_writes_references(
     store: KVCacheVectorStore,
@@ -304,10 +204,6 @@ def test_prefill_missing_fills_and_writes_references(
     assert row(store, "a")["kv_key"] == keys_of(engine, "page: 1\n\nFirst.")[0].digest
     assert store.prefill_missing() == 0
     assert prefilled() == 0
-    # Evicted KV comes back too, though no reference has to be written.
-    engine.store.delete(keys_of(engine, "Third.")[0])
-    assert store.prefill_missing() == 0
-    assert prefilled() == 1
 
 
 # ---------------------------------------------------------------------- LlamaIndex's ingestion
@@ -416,33 +312,3 @@ def test_a_pipelines_cache_follows_weights_and_the_llm_of_the_settings(
     finally:
         with torch.no_grad():
             weight.div_(2)
-
-
-@pytest.mark.parametrize("name", REFERENCE_KEYS)
-def test_whatever_wrote_into_a_row_it_is_answered_from_its_text(
-    make_engine: Callable[..., Engine], tmp_path: Path, name: str
-) -> None:
-    """A number of tokens of 1e300 failed every question that found the row."""
-    engine = make_engine(store=DiskStore(tmp_path / "kv", durable=False))
-    llm = KVCacheLLM(engine=engine, max_new_tokens=4)
-    store = KVCacheVectorStore.from_params(
-        f"c-{uuid.uuid4().hex}", client=chromadb.EphemeralClient(), llm=llm
-    )
-    embedding = HashEmbedding()
-    index = VectorStoreIndex(
-        nodes=[TextNode(id_="a", text="red fox"), TextNode(id_="b", text="blue fox")],
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=embedding,
-    )
-    asking = KVCacheQueryEngine.from_index(index, llm=llm)
-    right, noted = str(asking.query("what?")), row(store, "a")[name]
-    for value in (1e300, 1e19, 2**63 - 1, -1, float("inf"), "../x", "a" * 100_000, [1.5], True):
-        store.client.update(ids=["a"], metadatas=[{name: value}])
-        assert str(asking.query("what?")) == right, value
-        store.client.update(ids=["a"], metadatas=[{name: noted}])
-    store.client.update(ids=["a"], metadatas=[{name: 1e300}])
-    assert store.prefill_missing() == 1
-    assert row(store, "a")[name] == noted
-    store.client.update(ids=["b"], metadatas=[{name: 1e300}])
-    store.delete_nodes(["a", "b"])
-    assert store.client.count() == 0

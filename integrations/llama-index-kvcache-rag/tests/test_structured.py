@@ -119,12 +119,6 @@ async def test_objects_fit_their_class(engine: Engine, is_chat: bool) -> None:
     assert [one async for one in stream][-1] == found
 
 
-def test_samples_fit_too(wild: KVCacheLLM) -> None:
-    found = [wild.structured_predict(Finding, PROMPT, thing="a lamp") for _ in range(4)]
-    assert all(map(whole, found))
-    assert len({one.model_dump_json() for one in found}) > 1
-
-
 @pytest.mark.filterwarnings("ignore:The `json` method is deprecated")  # LlamaIndex calls it
 def test_a_structured_llm_answers_with_objects(patient: KVCacheLLM) -> None:
     structured = patient.as_structured_llm(Finding)
@@ -231,22 +225,6 @@ async def test_chunks_are_reused(
     assert again.response == response.response
 
 
-def test_the_schema_stands_behind_the_question(
-    index: VectorStoreIndex, patient: KVCacheLLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, real = list[str](), engine.generate
-
-    def spy(question: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(question)
-        return real(question, *arguments, **options)
-
-    monkeypatch.setattr(engine, "generate", spy)
-    KVCacheQueryEngine.from_index(index, patient, output_cls=Finding).query("what?")
-    before, _, schema = asked[0].partition("\n\nAnswer with JSON that fits this schema: ")
-    assert before == "what?"
-    assert json.loads(schema) == Finding.model_json_schema()
-
-
 def test_a_stream_is_the_json(index: VectorStoreIndex, patient: KVCacheLLM) -> None:
     options: dict[str, Any] = {"output_cls": Finding}
     plain = KVCacheQueryEngine.from_index(index, patient, **options).query("what?")
@@ -273,8 +251,7 @@ def test_stock_query_engines_answer_with_objects(
 
 
 # ---------------------------------------------------------------------- selectors and generators
-@pytest.mark.parametrize("attempt", range(3))
-def test_selectors_choose_what_there_is(wild: KVCacheLLM, attempt: int) -> None:
+def test_selectors_choose_what_there_is(wild: KVCacheLLM) -> None:
     single = LLMSingleSelector.from_defaults(llm=wild).select(CHOICES, BUNDLE)
     assert single.ind in (0, 1)
     multi = LLMMultiSelector.from_defaults(llm=wild, max_outputs=2).select(CHOICES, BUNDLE)
@@ -305,8 +282,7 @@ def test_a_router_routes(index: VectorStoreIndex, wild: KVCacheLLM) -> None:
     assert (response.metadata or {})["kv_cache"]["reused_tokens"] > 0
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_sub_questions_are_for_tools_that_there_are(wild: KVCacheLLM, attempt: int) -> None:
+def test_sub_questions_are_for_tools_that_there_are(wild: KVCacheLLM) -> None:
     found = LLMQuestionGenerator.from_defaults(llm=wild).generate(CHOICES, BUNDLE)
     assert found
     assert {one.tool_name for one in found} <= {"ships", "bread"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent
+from contracts_frameworks import ToolsContract
 from llama_index.core.base.llms.types import (
     ChatMessage,
     MessageRole,
@@ -16,19 +15,22 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool, ToolMetadata
-from scripted import NATIVE, THINKING, json_call, native_call, said, scripted_engine
+from llama_index_framework import LlamaIndex
+from scripted import NATIVE, THINKING, json_call, native_call, scripted_engine
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import KVCacheLLM
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # LlamaIndex's agents ask pydantic in a way of before.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince211"),
 ]
+
+
+class TestTools(ToolsContract):
+    framework = LlamaIndex()
+
 
 FACTS = {
     "Mora": "The ship Mora was built in Kiel by the brothers Tesk in the year 1911.",
@@ -64,52 +66,6 @@ def make(
     return KVCacheLLM(engine=engine, max_new_tokens=400, **options), seen
 
 
-@pytest.fixture(params=[native_call, json_call])
-def call(request: pytest.FixtureRequest) -> Callable[..., str]:
-    found: Callable[..., str] = request.param
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_an_agents_later_steps_reuse_what_its_tools_found(
-    call: Callable[..., str], streaming: bool
-) -> None:
-    llm, seen = make(
-        call(("search", {"input": "Mora"})),
-        call(("search", {"input": "Mora, Vug"}), ("add", {"a": 1, "b": 2})),
-        said("Vug, in Kiel.", call),
-        native=call is native_call,
-    )
-    agent = FunctionAgent(tools=[SEARCH, ADD], llm=llm, streaming=streaming)
-    handler = agent.run("Who sails the Mora?")
-    steps = [
-        event.raw["kv_cache"]
-        async for event in handler.stream_events()
-        if type(event).__name__ == "AgentOutput"
-    ]
-    assert str(await handler) == "Vug, in Kiel."
-    sizes = {name: llm.engine.keys([text])[0].tokens for name, text in FACTS.items()}
-    assert [one["reused_tokens"] for one in steps] == [0, 0, sizes["Mora"]]
-    assert [one["prefilled_tokens"] for one in steps] == [0, sizes["Mora"], sizes["Vug"]]
-    assert "in the year 1911" not in seen[2]
-    assert '[document 2 above: "Captain Vug' in seen[2]
-
-
-@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
-def test_calls_are_read_whole_and_in_streams(call: Callable[..., str]) -> None:
-    answer = call(("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}))
-    llm, _ = make(answer, answer, native=call is native_call)
-    whole = llm.chat_with_tools([ADD], "Add.", allow_parallel_tool_calls=True)
-    wanted = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
-    assert [one.tool_kwargs for one in llm.get_tool_calls_from_response(whole)] == wanted
-    *_, last = llm.stream_chat_with_tools([ADD], "Add.", allow_parallel_tool_calls=True)
-    assert [one.tool_kwargs for one in llm.get_tool_calls_from_response(last)] == wanted
-    raw: Any = last.raw
-    assert raw["tool_form"] == ("native" if call is native_call else "json")
-    assert raw["kv_cache"]["query_tokens"] > 0
-
-
 async def test_predict_and_call_runs_the_tool() -> None:
     answer = native_call(("add", {"a": 1, "b": 2}))
     llm, _ = make(answer, answer)
@@ -133,16 +89,6 @@ def test_a_required_call_that_is_cut_is_told() -> None:
     cut = llm.chat_with_tools([ADD], "Add.", tool_required=True, max_new_tokens=20)
     with pytest.raises(InvalidInputError, match=r"was cut before it called .*; raise max_new_to"):
         llm.get_tool_calls_from_response(cut)
-
-
-def test_the_json_form_is_told_once() -> None:
-    llm, _ = make(*[said("Three.", json_call)] * 2, native=False)
-    with pytest.warns(UserWarning, match="held to JSON by a grammar"):
-        llm.chat_with_tools([ADD], "Add.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        response = llm.chat_with_tools([ADD], "Add.")
-    assert response.message.content == "Three."
 
 
 def test_tools_in_a_form_of_ones_own_are_refused() -> None:

@@ -39,18 +39,6 @@ def test_of_the_llm(given: str, meant: str) -> None:
         KVCacheLLM(model_name="tiny", **{given: None})
 
 
-def test_of_the_llm_without_a_like_one() -> None:
-    sentence = r"^zzz is no argument of KVCacheLLM; leave it out$"
-    with pytest.raises(InvalidInputError, match=sentence):
-        KVCacheLLM(zzz=1)
-
-
-@pytest.mark.parametrize("fields", [{}, {"model_name": ""}, {"model_name": None, "kv_dir": "kv"}])
-def test_an_llm_without_a_model_says_so_at_once(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"^KVCacheLLM needs a model: give model_name= "):
-        KVCacheLLM(**fields)
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [(KVCacheLLM, "fields"), (KVCacheVectorStore, "fields"), (KVCacheSynthesizer, "options")],

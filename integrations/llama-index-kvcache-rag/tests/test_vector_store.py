@@ -130,17 +130,6 @@ async def test_async_forms(store: KVCacheVectorStore) -> None:
 
 
 # ---------------------------------------------------------------------- faults of the stock store
-def test_existing_id_is_replaced_with_its_metadata(memory: KVCacheVectorStore) -> None:
-    memory.add([node("a", "old text", year=1, colour="red")])
-    memory.add([node("a", "new text", year=2)])
-    (found,) = memory.get_nodes()
-    assert found.get_content() == "new text"
-    assert found.metadata == {"year": 2}
-    row = memory.client.get(ids=["a"])["metadatas"]
-    assert row is not None
-    assert "colour" not in row[0]
-
-
 def test_same_id_twice_in_one_call_keeps_the_last(
     memory: KVCacheVectorStore, llm: KVCacheLLM
 ) -> None:
@@ -306,16 +295,6 @@ def test_copy_shares_the_collection(memory: KVCacheVectorStore, llm: KVCacheLLM)
     twin.add([node("a")])
     assert ids(store) == ["a"]
     assert twin.engine is store.engine
-
-
-def test_pickle_opens_the_collection_again(tmp_path: Path) -> None:
-    llm = KVCacheLLM(model_name="never loaded")
-    store = KVCacheVectorStore.from_params("docs", persist_dir=str(tmp_path), llm=llm)
-    # Without a reference to prefill, as the model cannot be loaded.
-    KVCacheVectorStore(store.client).add([node("a")])
-    again = pickle.loads(pickle.dumps(store))
-    assert ids(again) == ["a"]
-    assert again._llm.model_name == "never loaded"
 
 
 def test_pickle_refuses_what_cannot_be_found_again(
