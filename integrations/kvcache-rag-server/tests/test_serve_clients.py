@@ -215,13 +215,13 @@ def llama(url: str) -> Iterator[Any]:
 
 
 def test_llama_index_chats_and_streams(llama: Any, engine: Engine) -> None:
-    llm = llama("Bralo")
-    expected = engine.generate(QUESTION, texts("Bralo"), max_new_tokens=32)
+    llm = llama("Kelo")
+    expected = engine.generate(QUESTION, texts("Kelo"), max_new_tokens=32)
     message = ChatMessage(role="user", content=QUESTION)
     answers = [llm.chat([message]) for _ in "12"]
     assert [one.message.content for one in answers] == [expected.text] * 2
     details = answers[1].raw.usage.prompt_tokens_details
-    assert details.cached_tokens >= chunk_tokens(engine, "Bralo")
+    assert details.cached_tokens >= chunk_tokens(engine, "Kelo")
     *_, last = llm.stream_chat([message])
     assert last.message.content == expected.text
     assert llm.complete(QUESTION).text == expected.text
@@ -235,5 +235,5 @@ def test_llama_index_completes(llama: Any, engine: Engine) -> None:
     assert llm.complete("The red lamp").text == expected
     *_, last = llm.stream_complete("The red lamp")
     assert last.text == expected
-    grounded = llama("Mira", is_chat=False).complete(QUESTION).text
-    assert grounded == engine.generate(QUESTION, texts("Mira"), max_new_tokens=32).text
+    grounded = llama("Sorin", is_chat=False).complete(QUESTION).text
+    assert grounded == engine.generate(QUESTION, texts("Sorin"), max_new_tokens=32).text
