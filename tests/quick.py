@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Final
 
 SLOW: Final = Path(__file__).with_name("slow.txt")
 """Files and functions, written by `tools/slow_tests.py`."""
@@ -43,9 +40,3 @@ def is_of_others(parameters: str) -> bool:
 def slow_names() -> frozenset[str]:
     """What is slow: `path` of a file, or `path::function`."""
     return frozenset(SLOW.read_text(encoding="utf-8").split()) if SLOW.exists() else frozenset()
-
-
-def stale(functions: Iterable[str]) -> set[str]:
-    """What is listed as slow and is none of these."""
-    known = {name for one in functions for name in (one, one.partition("::")[0])}
-    return {*slow_names()} - known

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
+from mutants import table
+from quick import slow_names
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/design.md", "AGENTS.md")
@@ -107,3 +109,25 @@ def test_names_of_a_map_are_there(page: str) -> None:
 )
 def test_a_name_that_is_not_there_is_found(code: str) -> None:
     assert problem(code)
+
+
+def test_every_mutant_stands_in_the_code_and_names_tests_that_are_there() -> None:
+    """So that `make mutants`, which takes long, is not what tells it."""
+    for mutant in table():
+        assert mutant.text(ROOT / "src/kvcache_rag")
+        for test in mutant.tests:
+            assert is_there(test), test
+
+
+def test_what_is_slow_is_there() -> None:
+    assert [name for name in sorted(slow_names()) if not is_there(name)] == []
+
+
+def is_there(test: str) -> bool:
+    """Whether a test's file has its function, or a contract that has it."""
+    file, _, name = test.partition("::")
+    if not (ROOT / file).exists():
+        return False
+    text, function = (ROOT / file).read_text(encoding="utf-8"), name.partition("[")[0]
+    function = function.rpartition("::")[2]
+    return not function or f"def {function}(" in text or "contracts" in text

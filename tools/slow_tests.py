@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from xml.etree import ElementTree
@@ -37,9 +38,8 @@ def measured(junit: Path) -> Iterator[tuple[str, str, float]]:
 
 def slow(tests: Iterable[tuple[str, str, float]], seconds: float) -> list[str]:
     """Functions beyond so many seconds, those of a whole file by its name alone."""
-    import zoo  # noqa: F401  # whose names `is_of_others` asks for
-    from quick import is_of_others
-
+    import_module("zoo")  # whose names are asked for
+    is_of_others = import_module("quick").is_of_others
     took: dict[str, float] = defaultdict(float)
     for function, parameters, time in tests:
         took[function] += 0.0 if is_of_others(parameters) else time
@@ -63,10 +63,10 @@ def main() -> int:
     parser.add_argument("junit", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="on one core")
     arguments = parser.parse_args()
-    from quick import SLOW
-
     names = slow(measured(arguments.junit), arguments.seconds)
-    SLOW.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    Path(import_module("quick").SLOW).write_text(
+        "".join(f"{name}\n" for name in names), encoding="utf-8"
+    )
     print(f"{len(names)} files and functions are slow")
     return 0
 
