@@ -151,7 +151,7 @@ def test_of_a_damaged_file_nothing_reaches_llama_cpp(
 ) -> None:
     """Law: wherever a byte is another one, or missing, the chunk is a miss, and computed again."""
     store = DiskStore(tmp_path, durable=False)
-    engine = opened(files(family), store=store)
+    engine = opened(files(family), store=store, prompt_memory=0)
     expected = asked(engine).token_ids
     states.clear()
     asked(engine)
@@ -197,7 +197,7 @@ def test_of_a_file_that_lies_nothing_reaches_llama_cpp(
 ) -> None:
     """Law: other shapes, lengths, ids, and other chunks' files are misses."""
     store = DiskStore(tmp_path, durable=False)
-    engine = opened(files(family), store=store)
+    engine = opened(files(family), store=store, prompt_memory=0)
     expected = asked(engine).token_ids
     states.clear()
     asked(engine)
