@@ -114,6 +114,23 @@ def test_damage_says_so(tmp_path: Path, *, tiers: bool) -> None:
     assert reasons(engine) == []
 
 
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_folder_that_may_not_be_read_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tiers: bool
+) -> None:
+    disk = DiskStore(tmp_path, durable=False)
+    keys = make_engine(disk).add(TEXTS)
+    engine = make_engine(TieredStore(MemoryStore(), disk) if tiers else disk)
+    stored = [StoredChunk(key, text) for key, text in zip(keys, TEXTS, strict=True)]
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("it belongs to another user")
+
+    for name in ("get", "list"):
+        monkeypatch.setattr(disk.place, name, refuse)
+    assert reasons(engine, stored) == [(place, "unreadable") for place in range(3)]
+
+
 def test_a_file_that_is_not_signed_says_so(tmp_path: Path) -> None:
     make_engine(DiskStore(tmp_path, durable=False)).add(TEXTS)
     signed = make_engine(DiskStore(tmp_path, durable=False, signing_key=b"k" * 32))

@@ -4,7 +4,8 @@
     ├── UnsupportedModelError     the model's cache cannot be captured or moved: layer and reason
     ├── ChunkNotFoundError        the store does not hold the key: a miss, never a failed question
     │   ├── CorruptChunkError     it held something else, which was put aside
-    │   └── UntrustedChunkError   it holds what the signing key did not sign, which is left alone
+    │   ├── UntrustedChunkError   it holds what the signing key did not sign, which is left alone
+    │   └── UnreadableChunkError  it could not be asked, or what it holds may not be read
     ├── FingerprintMismatchError  a key belongs to another model, prefix or namespace
     ├── ContextTooLongError       a chunk or a prompt does not fit the context window
     ├── InvalidInputError         an argument cannot be used (also a ValueError)
@@ -39,6 +40,7 @@ __all__ = [
     "KVCacheRagError",
     "MissingExtraError",
     "RemoteServerError",
+    "UnreadableChunkError",
     "UnsupportedModelError",
     "UntrustedChunkError",
 ]
@@ -70,6 +72,10 @@ class CorruptChunkError(ChunkNotFoundError):
 
 class UntrustedChunkError(ChunkNotFoundError):
     """The stored file is not signed by the key of this store; it was left as it is."""
+
+
+class UnreadableChunkError(ChunkNotFoundError):
+    """The store could not be asked, or what it holds may not be read."""
 
 
 class FingerprintMismatchError(KVCacheRagError):

@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeAlias
 from kvcache_rag.errors import InvalidInputError
 
 MissReason: TypeAlias = Literal[
-    "not prefilled", "evicted", "damaged", "not signed", "other model", "other text"
+    "not prefilled", "evicted", "damaged", "not signed", "unreadable", "other model", "other text"
 ]
 """Why a chunk had to be computed.  `not prefilled`: as far as is known, nobody did so far.
 `evicted`: it was stored, and dropped since by a limit, a release, a deletion or its `ttl`.
 `damaged`: its file was not what it should be, and was put aside.  `not signed`: not by the store's
-key.  `other model`: its reference is about another model, adapter, dtype, codec, instruction or
-tenant.  `other text`: its reference is about another text."""
+key.  `unreadable`: the store could not be asked, or its file may not be read.  `other model`: its
+reference is about another model, adapter, dtype, codec, instruction or tenant.  `other text`: its
+reference is about another text."""
 
 
 @dataclass(frozen=True)

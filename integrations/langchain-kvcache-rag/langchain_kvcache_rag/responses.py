@@ -58,8 +58,9 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     """
     tool_form = call.form.tool_form
     used = [call.documents[at] for at in answer.metrics.answered_from]
-    cost = {
-        **answer.metrics.to_dict(),
+    cost = answer.metrics.to_dict()
+    cost |= {
+        "missed": [{**one, "chunk": call.documents[one["chunk"]].place} for one in cost["missed"]],
         "answered_from": [one.place for one in used],
         "answered_from_ids": [one.id for one in used],
         "prompt": call.prompt_kind,

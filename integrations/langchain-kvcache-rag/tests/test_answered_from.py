@@ -34,6 +34,7 @@ def told(message: Any) -> tuple[list[int], list[str | None], int]:
     names = ("answered_from", "answered_from_ids", "unused_chunks")
     assert [cost[name] for name in names] == [one[name] for name in names]
     assert Metrics.from_dict(cost).answered_from == tuple(one["answered_from"])
+    assert {miss["chunk"] for miss in one["missed"]} <= {*one["answered_from"]}
     return cost["answered_from"], cost["answered_from_ids"], cost["unused_chunks"]
 
 

@@ -54,6 +54,7 @@ def told(response: Any) -> tuple[list[int], list[Any], int]:
     found = response.metadata["kv_cache"]
     places, ids = found["answered_from"], found["answered_from_ids"]
     assert [response.source_nodes[place].node.node_id for place in places] == ids
+    assert {one["chunk"] for one in found["missed"]} <= {*places}
     for one in response.source_nodes:
         assert one.node.metadata == {}, "it would be part of the chunk's text"
         assert one.node.get_content(MetadataMode.LLM) == TEXTS[one.node.node_id]

@@ -1,7 +1,7 @@
 """The contexts of a batch of prompts: copied into one buffer, attended to in place, or computed.
 
-What a policy asks for is done here: load, stitch, choose tokens, compute them again.  Who runs the
-model sees a `Context` and never asks where it lies.
+What a policy asks for is done by a `Filler`, in `buffered.py` or `cells.py`: load, stitch, choose
+tokens, compute them again.  Who runs the model sees a `Context` and never asks where it lies.
 """
 
 from __future__ import annotations

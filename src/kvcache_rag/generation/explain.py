@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TokenState: TypeAlias = Literal["reused", "prefilled", "recomputed", "computed"]
 """`reused`: keys and values are cached; `prefilled`: of a chunk that is computed by itself first,
-because it is not cached or loading it would take longer; `recomputed`: computed again in the
+because it is not cached; `recomputed`: computed again in the
 context of the whole prompt; `computed`: the query, chunks that are computed together with it, and
 everything in a full prefill."""
 
@@ -60,8 +60,8 @@ class ExplainedSpan:
         kind: What the tokens are.
         start: First token.
         stop: One behind the last token.
-        tier: Of the store, from which a chunk would be loaded; "" for one that is not cached (or
-            would not be loaded), in a full prefill, and for prefix and query.
+        tier: Of the store, from which a chunk would be loaded; "" for one that is not cached, in a
+            full prefill, and for prefix and query.
     """
 
     kind: SpanKind
@@ -83,7 +83,7 @@ class Explained:
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Tokens of chunks whose keys and values come from the store.
         recomputed_tokens: Context tokens that the policy computes again.
-        prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
+        prefilled_tokens: Chunk tokens that are not cached.
         query_tokens: Tokens of history, question and everything behind the chunks.
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
         fresh_tokens: Tokens of chunks that the policy computes together with the query.

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 
 from kvcache_rag.codecs import EncodedChunk
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, UntrustedChunkError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    UnreadableChunkError,
+    UntrustedChunkError,
+)
 from kvcache_rag.metrics import Miss
 from kvcache_rag.prefill import ContextChunk, Prefiller, batches
 from kvcache_rag.stitching.stitch import materialise, placed
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 _UNUSABLE: Final[dict[type[ChunkNotFoundError], MissReason]] = {
     CorruptChunkError: "damaged",
     UntrustedChunkError: "not signed",
+    UnreadableChunkError: "unreadable",
 }
 
 Shared: TypeAlias = "dict[ChunkKey, tuple[Chunk, str]]"

@@ -24,6 +24,7 @@ from kvcache_rag.errors import (
     CorruptChunkError,
     InvalidInputError,
     NamedArguments,
+    UnreadableChunkError,
     UntrustedChunkError,
 )
 from kvcache_rag.forks import new_lock
@@ -393,7 +394,8 @@ class Counters:
         Raises:
             CorruptChunkError: For a `CorruptChunkError`.
             UntrustedChunkError: For an `UntrustedChunkError`.
-            ChunkNotFoundError: For an `OSError`.
+            ChunkNotFoundError: For a `FileNotFoundError`.
+            UnreadableChunkError: For another `OSError`.
         """
         try:
             yield
@@ -409,7 +411,9 @@ class Counters:
             self.add("misses")
             if isinstance(error, PermissionError):
                 self._warn("a chunk may not be read, and is prefilled every time", str(error))
-            raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
+            is_absent = isinstance(error, FileNotFoundError)
+            kind = ChunkNotFoundError if is_absent else UnreadableChunkError
+            raise kind(f"{absent}, prefill it: {error}") from None
 
     def failed(self, reason: str, *, is_news: bool = True) -> None:
         """Count a chunk that could not be written.

@@ -94,7 +94,7 @@ class DiskStore(StoredChunks):
             f"DiskStore({str(self.root)!r}, namespace={self.namespace!r}, "
             f"max_bytes={self.max_bytes}, quota={self.quota!r}, ttl={self.ttl}, "
             f"durable={self.durable}, codec={self._codec!r}, temp_age={self.temp_age}, "
-            f" tier={self.tier!r}{signing})"
+            f"tier={self.tier!r}{signing})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

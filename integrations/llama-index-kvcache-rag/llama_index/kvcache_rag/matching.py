@@ -298,7 +298,14 @@ class Ask:
             cost, known = response.raw["kv_cache"], report.get("answered_from_ids", ())
             ids = [one for one in cost["answered_from_ids"] if one in places and one not in known]
             numbers = [places[one] for one in ids]
-            metrics = {**cost, "answered_from": numbers, "answered_from_ids": ids}
+            node_of = dict(zip(cost["answered_from"], cost["answered_from_ids"], strict=True))
+            missed = [
+                {**one, "chunk": places[node_of[one["chunk"]]]}
+                for one in cost["missed"]
+                if node_of.get(one["chunk"]) in places
+            ]
+            numbered = {"answered_from": numbers, "answered_from_ids": ids, "missed": missed}
+            metrics = {**cost, **numbered}
             both = {name: _sum(report[name], metrics[name]) for name in metrics if name in report}
             report.update({**metrics, **both})
         return response

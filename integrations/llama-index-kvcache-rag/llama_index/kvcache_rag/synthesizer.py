@@ -219,7 +219,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         """`get_response` that does not block the event loop."""
         report = {} if kv_report is None else kv_report
         self._start(query_str, text_chunks)
-        # Reading references asks the KV store, and the first question loads the model.
+        # The first question loads the model.
         task = await asyncio.to_thread(
             self._task, query_str, text_chunks, kv_nodes, response_kwargs
         )
@@ -328,7 +328,11 @@ class KVCacheSynthesizer(BaseSynthesizer):
         if response is None or not isinstance(response.raw, dict):
             return
         cost = response.raw["kv_cache"]
-        report.update(cost, answered_from=[task.places[at] for at in cost["answered_from"]])
+        report.update(
+            cost,
+            answered_from=[task.places[at] for at in cost["answered_from"]],
+            missed=[{**one, "chunk": task.places[one["chunk"]]} for one in cost["missed"]],
+        )
         dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
 
     # ------------------------------------------------------------------ prompts
