@@ -1,6 +1,6 @@
 """Write `tests/slow.txt`, the tests that `make test` leaves to `make test-all`.
 
-    .venv/bin/pytest tests integrations lab -n 2 --junitxml build/junit.xml -o junit_family=xunit1
+    .venv/bin/pytest tests integrations lab -n 2 --junitxml build/junit.xml
     python tools/slow_tests.py build/junit.xml
 
 Functions are taken in the order of the seconds that they took, over all of their parameters that
@@ -29,10 +29,11 @@ def measured(junit: Path) -> Iterator[tuple[str, str, float]]:
     """File and function, parameters, and seconds of each test."""
     for case in ElementTree.parse(junit).iter("testcase"):
         function, _, parameters = case.attrib["name"].partition("[")
-        nested = case.attrib["classname"].rpartition(".")[2]
-        where = case.attrib["file"]
-        if nested[:1].isupper():
-            where = f"{where}::{nested}"
+        # Not the file, which is that of the contract where a test is inherited.
+        module, _, nested = case.attrib["classname"].rpartition(".")
+        if not nested[:1].isupper():
+            module, nested = case.attrib["classname"], ""
+        where = f"{module.replace('.', '/')}.py" + (f"::{nested}" if nested else "")
         yield f"{where}::{function}", parameters.rstrip("]"), float(case.attrib["time"])
 
 

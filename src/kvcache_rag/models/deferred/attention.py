@@ -20,7 +20,7 @@ from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.scaled import scaled_attention
 from kvcache_rag.models.deferred.cache import LayerChunks, LayerSegments, awaited, segments_of
-from kvcache_rag.models.deferred.segments import LayerCall, Plan, make_plan
+from kvcache_rag.models.deferred.segments import LayerCall, PassPlan, make_plan
 
 if TYPE_CHECKING:
     from kvcache_rag.models.attention.few_queries import ChunkContext
@@ -232,7 +232,7 @@ def attend_behind(
     return output
 
 
-def _by_chunks(call: LayerCall, layer: LayerSegments, plan: Plan) -> Tensor:
+def _by_chunks(call: LayerCall, layer: LayerSegments, plan: PassPlan) -> Tensor:
     """One call of a kernel per chunk, with the query rotated back by as much as it stands apart."""
     query, factor = call.query, call.factor
     rows, heads, queries, width = query.shape
@@ -272,7 +272,7 @@ def _partial(
     return output, level
 
 
-def _rotated(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+def _rotated(packed: Tensor, plan: PassPlan) -> tuple[Tensor, ...]:
     """Queries of each call, `(1, kv_heads, pairs * heads * queries, width)`, rotated back."""
     if not plan.calls:
         return ()
@@ -286,7 +286,7 @@ def _rotated(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
 
 
 def _merged(
-    partials: Tensor, levels: Tensor, plan: Plan, rows: int, sinks: Tensor | None
+    partials: Tensor, levels: Tensor, plan: PassPlan, rows: int, sinks: Tensor | None
 ) -> Tensor:
     """Partial results of each row as one, `(kv_heads, rows, n, width)`.
 
@@ -316,9 +316,9 @@ def _merged(
     return merged.index_add_(1, plan.owners, wide.mul_(shares[..., None]))
 
 
-def _plan(layer: LayerSegments, call: LayerCall) -> Plan:
+def _plan(layer: LayerSegments, call: LayerCall) -> PassPlan:
     segments, mask, shape = layer.held, call.mask, call.shape
-    known: dict[tuple[int, int], tuple[CallShape, Plan]] = segments.unmasked_plans
+    known: dict[tuple[int, int], tuple[CallShape, PassPlan]] = segments.unmasked_plans
     if mask is not None:
         known = segments.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
     elif shape.queries == 1 and not any(segments.table.keep):

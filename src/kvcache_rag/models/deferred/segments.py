@@ -4,7 +4,7 @@ Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor
 that stands at p and is rotated by d, to p + d, scores against a query as the key itself does
 against the query rotated back by d, so the query is rotated, once per distinct distance.
 
-What one forward pass has to look at (`Plan`) is worked out once and used by every layer: a chunk
+What one forward pass has to look at (`PassPlan`) is worked out once and used by every layer: a chunk
 that stands in several rows of a batch is read once for all of them; a chunk that a sliding window
 hides is left out, and of one that it cuts only the part is read that somebody sees.  One row that
 sees all of its chunks is left to a kernel that turns keys while it reads them, where there is one.
@@ -169,7 +169,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PassPlan:
     """Calls of one forward pass.  A pair is a row and a segment of it that it sees.
 
     Attributes:
@@ -260,7 +260,7 @@ def turns_whole(group: LayerGroup) -> bool:
 
 def make_plan(
     table: SegmentTable, group: int, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
-) -> Plan:
+) -> PassPlan:
     """What the layers of a group attend to.
 
     Args:
@@ -293,7 +293,7 @@ def make_plan(
         parts[row].append(part)
     most = max(map(len, parts))
     padded = [row_parts + [len(owners)] * (most - len(row_parts)) for row_parts in parts]
-    return Plan(
+    return PassPlan(
         calls=tuple(calls),
         sizes=sizes,
         rows=torch.tensor(owners[: len(pairs)], device=device) if count > 1 else None,
