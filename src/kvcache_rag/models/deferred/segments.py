@@ -4,7 +4,7 @@ Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor
 that stands at p and is rotated by d, to p + d, scores against a query as the key itself does
 against the query rotated back by d, so the query is rotated, once per distinct distance.
 
-What one forward pass has to look at (`PassPlan`) is worked out once and used by every layer: a chunk
+What one pass has to look at (`PassPlan`) is worked out once and used by every layer: a chunk
 that stands in several rows of a batch is read once for all of them; a chunk that a sliding window
 hides is left out, and of one that it cuts only the part is read that somebody sees.  One row that
 sees all of its chunks is left to a kernel that turns keys while it reads them, where there is one.
