@@ -14,6 +14,7 @@ import webbrowser
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
+import access
 import httpx
 import pytest
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
@@ -243,6 +244,7 @@ def reader() -> Iterator[LocalBackend]:
 
 async def test_the_reader_is_explained_as_its_engine_does(reader: LocalBackend) -> None:
     question = "Who founded Drenko?"
+    access.engines(reader).base.delete_namespace()  # another test may have asked for the same
     body = chat(question, documents=DOCUMENTS, kvcache={"policy": "legolink:4"})
     cold, warm = [(await post(body, reader)).json() for _ in range(2)]
     assert (cold["reused_tokens"], warm["prefilled_tokens"]) == (0, 0)

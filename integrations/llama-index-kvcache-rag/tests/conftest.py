@@ -47,7 +47,9 @@ def measured_engine() -> Engine:
 @pytest.fixture
 def engine(measured_engine: Engine) -> Engine:
     store: Any = measured_engine.store
+    measured_engine._follow().capturing.prefix()  # a test may have changed weights or tokenizer
     MemoryStore.__init__(store)
+    measured_engine.forget_buffer()  # the last test's prompt, from which one would go on
     return measured_engine
 
 
