@@ -11,6 +11,7 @@ import json
 import pickle
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -81,32 +82,32 @@ class Called:
     thoughts: str = ""
 
 
-class Rows:
+class Rows(ABC):
     """A vector store in memory or in a folder, whose rows refer to chunks."""
 
+    @abstractmethod
     def add(self, texts: Mapping[str, str], page: int | None = None) -> None:
         """Write texts by their ids, with a page as their metadata."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self) -> int:
         """Prefill what is missing."""
-        raise NotImplementedError
 
-    def delete(self, ids: Sequence[str]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def delete(self, ids: Sequence[str]) -> None: ...
 
+    @abstractmethod
     def find(self, count: int) -> list[Any]:
         """Documents as the framework's retriever gives them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def texts(self) -> dict[str, str]:
         """Texts by their ids."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def raw(self) -> Any:
         """The collection of chromadb."""
-        raise NotImplementedError
 
     def metadata(self, id_: str) -> dict[str, Any]:
         """A row's metadata as it is stored; a framework's own fields have a `_` or a `_id`."""
@@ -114,7 +115,7 @@ class Rows:
         return {name: found[name] for name in found if name in ("page", *REFERENCE_KEYS)}
 
 
-class Framework:
+class Framework(ABC):
     """How one framework says what the contract asks; `most` is the length of an answer."""
 
     name: str
@@ -127,34 +128,34 @@ class Framework:
         """A model over an engine."""
         return self.made(engine=engine, **{self.length: most}, **fields)
 
+    @abstractmethod
     def named(self, model: Any, most: int = 6, **fields: Any) -> Any:
         """A model by its name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def made(self, **fields: Any) -> Any:
         """A model of these arguments."""
-        raise NotImplementedError
 
-    def document(self, text: str, id_: str = "", score: Any = None) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def document(self, text: str, id_: str = "", score: Any = None) -> Any: ...
 
+    @abstractmethod
     def seen(self, document: Any) -> tuple[str, Any]:
         """Text and metadata of a document."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ask(self, llm: Any, question: str, documents: Sequence[Any], **options: Any) -> Said:
         """One question over documents."""
-        raise NotImplementedError
 
+    @abstractmethod
     def now(self, llm: Any, question: str, documents: Sequence[Any], **options: Any) -> list[Said]:
         """The same by every way of asking that waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def later(
         self, llm: Any, question: str, documents: Sequence[Any], **options: Any
     ) -> list[Said]:
         """The same by every way of asking that leaves the event loop alone."""
-        raise NotImplementedError
 
     async def ways(
         self, llm: Any, question: str, documents: Sequence[Any], **options: Any
@@ -163,25 +164,25 @@ class Framework:
         later = await self.later(llm, question, documents, **options)
         return [*self.now(llm, question, documents, **options), *later]
 
+    @abstractmethod
     def plain(self, llm: Any, text: str) -> Said:
         """A question without documents."""
-        raise NotImplementedError
 
+    @abstractmethod
     def behind_tools(self, llm: Any, question: str, found: Sequence[Sequence[Any]]) -> list[Said]:
         """What is said once tools found documents, by every form in which tools hand them on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, llm: Any, folder: Path | None = None) -> Rows:
         """A vector store."""
-        raise NotImplementedError
 
+    @abstractmethod
     def object(self, llm: Any, kind: Any, question: str, documents: Sequence[Any] = ()) -> Any:
         """An answer as an object of a class."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def tools(self, llm: Any, question: str) -> list[Called]:
         """A model that may call `add`, by every way of asking."""
-        raise NotImplementedError
 
     agents: Sequence[Any]
     """Kinds of agents, or of the tools that they have."""
@@ -192,6 +193,7 @@ class Framework:
     hot: Mapping[str, Any]
     """Settings of a model that says something else each time."""
 
+    @abstractmethod
     async def agent(
         self, llm: Any, question: str, facts: Mapping[str, str], kind: Any
     ) -> tuple[str, list[dict[str, Any]]]:
@@ -199,11 +201,10 @@ class Framework:
 
         `search` finds those facts of which a query has the name.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def thinking(self, llm: Any, question: str) -> list[Called]:
         """By every way of asking."""
-        raise NotImplementedError
 
 
 QUESTION = "Who keeps the lighthouse?"
