@@ -230,6 +230,7 @@ def test_a_reference_that_has_gone_is_its_text_in_a_batch_too(mode: Any) -> None
         store.delete(keys[0])  # after the question was planned
         return get(key, *rest, **options)
 
+    engine.forget_buffer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "get", gone)
         found = engine.generate_batch([questions[0], ("x", chunks[:1])], max_new_tokens=4)

@@ -65,7 +65,7 @@ def engine() -> Engine:
     return made
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_law_what_begins_alike_goes_on_alike(family: Engine, policy: Any) -> None:
     cases = [
         (QUESTION, {}),
@@ -81,6 +81,62 @@ def test_law_what_begins_alike_goes_on_alike(family: Engine, policy: Any) -> Non
     again = asked(family, OTHER, policy=policy, history=TURNS).metrics
     whole = again.prompt_tokens - (0 if policy.is_full else again.prefix_tokens)
     assert again.continued_tokens == whole - again.reused_tokens - 1
+
+
+Batch = list[tuple[str, list[str], list[dict[str, str]]]]
+
+CHATS: Batch = [(OTHER, TEXTS, TURNS), (QUESTION, TEXTS[:2], []), (LONG_QUESTION, TEXTS, [])]
+
+
+def together(engine: Engine, batch: Batch, policy: Any) -> tuple[Tensor, list[int]]:
+    """Logits of a batch, `(steps, rows, vocabulary)`, and how far each row went on from another."""
+    seen = Recorder()
+    options = {"max_new_tokens": 4, "policy": policy, "logits_processor": [seen]}
+    answers = engine.generate_batch(batch, **options)
+    return torch.stack(seen.steps), [one.metrics.continued_tokens for one in answers]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_law_rows_of_a_batch_go_on_from_each_where_it_was_left(family: Engine, policy: Any) -> None:
+    turned = [CHATS[2], CHATS[0], (OTHER, TEXTS[:2], [])]  # other rows, other padding
+    reference, _ = together(family, turned, policy)  # what is missing is computed
+    family.forget_buffer()
+    reference, begun = together(family, turned, policy)
+    assert begun == [0, 0, 0]
+    family.forget_buffer()
+    together(family, CHATS, policy)
+    found, continued = together(family, turned, policy)
+    assert error(found, reference) < TOLERANCE
+    assert all(continued)
+    # One at a time goes on from a row of a batch, and a batch from one.
+    alone_again = asked(family, LONG_QUESTION, policy=policy).metrics
+    assert alone_again.continued_tokens >= continued[0]
+    found, continued = together(family, turned, policy)
+    assert error(found, reference) < TOLERANCE
+    assert continued[0] == alone_again.continued_tokens
+
+
+def test_law_two_rows_go_on_from_one_prompt(engine: Engine) -> None:
+    engine.add(TEXTS)
+    longer: Batch = [(f"{QUESTION} {OTHER}", TEXTS, []), (LONG_QUESTION, TEXTS, [])]
+    reference, _ = together(engine, longer, Reuse())
+    engine.forget_buffer()
+    asked(engine, QUESTION, policy=Reuse())
+    found, continued = together(engine, longer, Reuse())
+    assert continued[0] > continued[1]
+    assert error(found, reference) < TOLERANCE
+
+
+def test_rows_of_a_batch_stay_where_one_of_them_goes_on(engine: Engine) -> None:
+    engine.add(TEXTS)
+    for policy in (Reuse(), FullRecompute()):
+        together(engine, CHATS, policy)
+        for question, texts, history in (*CHATS, *CHATS):
+            metrics = asked(engine, question, texts, history=history, policy=policy).metrics
+            whole = metrics.query_tokens
+            if policy.is_full:
+                whole = metrics.prompt_tokens
+            assert metrics.continued_tokens == whole - 1
 
 
 @pytest.mark.parametrize("name", list(HYBRIDS))
@@ -212,15 +268,12 @@ def test_an_answer_that_was_cancelled_leaves_what_it_had(engine: Engine) -> None
     assert error(steps(engine, OTHER, policy=Reuse()), reference) < TOLERANCE
 
 
-def test_sampled_answers_and_batches(engine: Engine) -> None:
+def test_sampled_answers(engine: Engine) -> None:
     engine.add(TEXTS)
     reference = alone(engine, OTHER, policy=Reuse())
     torch.manual_seed(3)
     asked(engine, QUESTION, policy=Reuse(), do_sample=True, temperature=1.5, max_new_tokens=9)
     assert error(steps(engine, OTHER, policy=Reuse()), reference) < TOLERANCE
-    batch = engine.generate_batch([(QUESTION, TEXTS), (OTHER, TEXTS)], policy=Reuse())
-    assert [one.metrics.continued_tokens for one in batch] == [0, 0]
-    assert asked(engine, OTHER, policy=Reuse()).metrics.continued_tokens == 0
 
 
 def test_a_prompt_that_is_longer_than_its_buffer_takes_its_beginning_along(engine: Engine) -> None:

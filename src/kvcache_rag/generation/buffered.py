@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.generation.context import Context, ContextRow, Filler
-from kvcache_rag.generation.prompt_memory import ALIGNMENT
+from kvcache_rag.generation.prompt_memory import ALIGNMENT, Begun, LeftRow
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.cache import buffer_cache, keep_states, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.generation.context import Prompt
-    from kvcache_rag.generation.prompt_memory import Beginning, KeptPrompt, PromptMemory
+    from kvcache_rag.generation.prompt_memory import Beginning, PromptMemory
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.prefill import ContextChunk
@@ -50,31 +50,39 @@ class BufferContext(Context):
     Attributes:
         buffer: Memory for keys and values.
         memory: Where that is from.
-        beginning: What the next prompt may begin with; None if it may not.
+        beginnings: What the next prompt may begin with, per row; None if it may not.
     """
 
     buffer: KVBuffer | None = None
     memory: PromptMemory | None = None
-    beginning: Beginning | None = None
+    beginnings: Sequence[Beginning | None] = ()
 
     def leave(self, answers: Sequence[Sequence[int]], cache: Any, *, is_cut: bool) -> None:
-        # Without a token of an answer, its prompt may have been cancelled half computed.
-        if self.memory is None or self.beginning is None or not answers[0]:
+        if self.memory is None or self.buffer is None or not any(self.beginnings):
             return
-        # The last token of an answer is not computed any more.
-        ids = [*self.rows[0].ids.tolist(), *answers[0][:-1]]
-        if self.model.abilities.continues == "at its end":
+        ids = [
+            (*row.ids.tolist(), *answer[:-1])  # the last token is not computed any more
+            for row, answer in zip(self.rows, answers, strict=True)
+        ]
+        if self.model.abilities.continues == "at its end":  # one row
             held = cache.get_seq_length()
-            if is_cut or held > len(ids):  # states of half a pass, or behind what was not said
+            if is_cut or held > len(ids[0]):  # states of half a pass, or behind what was not said
                 return
-            ids = ids[:held]
-            keep_states(cache, cast("KVBuffer", self.buffer))
-        self.memory.leave(self.beginning, ids[self._first :])
-
-    @property
-    def _first(self) -> int:
-        """Place of the first token that the buffer holds."""
-        return self.rows[0].shape.context_tokens if self.rotation == "deferred" else 0
+            ids = [ids[0][:held]]
+            keep_states(cache, self.buffer)
+        # In front of what the buffer holds are chunks that lie elsewhere.
+        first = self.rows[0].shape.context_tokens if self.rotation == "deferred" else 0
+        width = max(row.shape.tokens for row in self.rows)
+        self.memory.leave(
+            self.buffer,
+            [
+                # Without a token of an answer, its prompt may have been cancelled half computed.
+                LeftRow(beginning if answer else None, known[first:], width - row.shape.tokens)
+                for beginning, answer, known, row in zip(
+                    self.beginnings, answers, ids, self.rows, strict=True
+                )
+            ],
+        )
 
     def cache(self, missing: Sequence[int]) -> Any:
         if self.buffer is None:
@@ -145,25 +153,28 @@ class BufferFiller(Filler):
         return self._copied(prompts, why)
 
     def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
-        plain, row = super().computed(rows, request), rows[0]
         limit = self.model.measured.limit
-        tokens = len(row.ids) + request.max_new_tokens
+        width = max(len(row.ids) for row in rows)
+        tokens = width + request.max_new_tokens
         # Beyond its limit a model may compute the same beginning of a longer prompt otherwise; and
         # without attention, it answers greedily alone from a cache of ours.
         if (
-            len(rows) > 1
+            (len(rows) > 1 and not self.model.abilities.batch)
             or uses_beams(request.options)
             or (limit and tokens > limit)
             or not self.model.measured.groups
         ):
-            return plain
-        ids = row.ids.tolist()
+            return super().computed(rows, request)
         beginning = self._computed_beginning
-        left = [(one.alike(ids), one) for one in self.memory.left(beginning)]
-        buffer, known = self._gone_on(left, tokens)
-        row = replace(row, continued=known)
+        begun = [self._begun(beginning, row.ids.tolist()) for row in rows]
+        buffer = self.memory.going_on(begun, [width - len(row.ids) for row in rows], tokens)
+        rows = [
+            replace(row, continued=one.tokens if one else 0)
+            for row, one in zip(rows, begun, strict=True)
+        ]
+        beginnings = [beginning] * len(rows)
         return BufferContext(
-            self.model, [row], buffer=buffer, memory=self.memory, beginning=beginning
+            self.model, rows, buffer=buffer, memory=self.memory, beginnings=beginnings
         )
 
     # ------------------------------------------------------------------ copied or deferred?
@@ -214,7 +225,6 @@ class BufferFiller(Filler):
     def _deferred(self, prompts: Sequence[Prompt]) -> Context:
         shared: Shared = {}
         codes = None
-        beginning = self._beginning(prompts)
         if self._reads_codes(prompts):
             codes = self.memory.codes(self._stored_bytes(prompts))
         rows = []
@@ -225,28 +235,25 @@ class BufferFiller(Filler):
             rows.append(ContextRow(*self._joined(prompt, loaded), loaded, policy))
         # Memory for queries and answers alone.
         capacity = max(row.missing for row in rows) + prompts[0].request.max_new_tokens
+        beginning = self._beginning(prompts[0]) if len(prompts) == 1 else None
         if beginning is None:
             room = self.memory.room(len(rows), capacity)
             return BufferContext(self.model, rows, "deferred", buffer=room)
         behind: Beginning | None = (_DEFERRED, beginning)
-        ids = prompts[0].query
-        left = [(one.alike(ids), one) for one in self.memory.left(behind)]
-        buffer, known = self._gone_on(left, capacity)
+        begun = self._begun(behind, prompts[0].query)
+        buffer = self.memory.going_on([begun], [0], capacity)
         if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
             behind = None  # what was computed now is rounded when it is loaded
-        rows = [replace(rows[0], continued=known)]
+        rows = [replace(rows[0], continued=begun.tokens if begun else 0)]
         return BufferContext(
-            self.model, rows, "deferred", buffer=buffer, memory=self.memory, beginning=behind
+            self.model, rows, "deferred", buffer=buffer, memory=self.memory, beginnings=[behind]
         )
 
-    def _gone_on(
-        self, left: Sequence[tuple[int, KeptPrompt]], capacity: int
-    ) -> tuple[KVBuffer, int]:
-        """A buffer for a prompt, and how many of its first tokens are there, by what is left."""
-        known, kept = max(left, key=itemgetter(0), default=(0, None))
-        if kept is None or not known:
-            return self.memory.room(1, capacity), 0
-        return self.memory.going_on(kept, known, capacity), known
+    def _begun(self, beginning: Beginning, ids: Sequence[int]) -> Begun | None:
+        """Where a prompt goes on from; None if it begins anew."""
+        left = [Begun(one, one.alike(ids)) for one in self.memory.left(beginning)]
+        best = max(left, key=attrgetter("tokens"), default=None)
+        return best if best and best.tokens else None
 
     def _stored_bytes(self, prompts: Sequence[Prompt]) -> int:
         """Bytes of all distinct chunks of a batch in the form of their store's codec."""
@@ -262,45 +269,48 @@ class BufferFiller(Filler):
 
     def _copied(self, prompts: Sequence[Prompt], why: str) -> Context:
         request, sizes = prompts[0].request, list(map(self._tokens, prompts))
-        beginning = self._beginning(prompts)
-        row = None if beginning is None else self._continued(prompts[0], beginning)
-        if row is not None and row.stitched is not None:
-            return BufferContext(
-                self.model, [row], "copied", why, row.stitched.buffer, self.memory, beginning
-            )
         width = max(sizes)
-        buffer = self.memory.room(len(prompts), width + request.max_new_tokens)
+        columns = [width - size for size in sizes]  # behind the row's left padding
+        # Of a batch whose rows run through states one by one, no state is that of a prompt's end.
+        is_left = len(prompts) == 1 or self.model.abilities.batch
+        beginnings = [self._beginning(prompt) if is_left else None for prompt in prompts]
+        begun = list(map(self._continued, prompts, beginnings))
+        buffer = self.memory.going_on(
+            [one and one[1] for one in begun], columns, width + request.max_new_tokens
+        )
         rows: list[ContextRow] = []
         known: dict[tuple[ContextChunk, ...], ContextRow] = {}
-        for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
-            place = buffer.single(number, width - size)  # behind the row's left padding
-            source = known.get(prompt.chunks)
-            if source is not None:
-                rows.append(self._copy(source, place, prompt))
-                continue
-            row = self._recomputed(self._chosen(prompt, place))
+        for number, (prompt, column, one) in enumerate(zip(prompts, columns, begun, strict=True)):
+            place, source = buffer.single(number, column), known.get(prompt.chunks)
+            if one is not None:
+                row = one[0]
+                row = replace(row, stitched=StitchedRow(self.model, place, row.ids, row.shape))
+            elif source is not None:
+                row = self._copy(source, place, prompt)
+            else:
+                row = self._recomputed(self._chosen(prompt, place))
             rows.append(row)
             if row.can_be_copied:
-                known[prompt.chunks] = row
-        if len(rows) > 1 and not self.model.abilities.batch:
+                known.setdefault(prompt.chunks, row)
+        if not is_left:
             rows = [self._advanced(row) if row.missing > 1 else row for row in rows]
-        if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
-            beginning = None  # what was computed now is rounded when it is loaded
-        return BufferContext(self.model, rows, "copied", why, buffer, self.memory, beginning)
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            if row.loaded.misses and not self._stores_as_computed(prompt):
+                beginnings[number] = None  # what was computed now is rounded when it is loaded
+        return BufferContext(self.model, rows, "copied", why, buffer, self.memory, beginnings)
 
-    def _continued(self, prompt: Prompt, beginning: Beginning) -> ContextRow | None:
+    def _continued(
+        self, prompt: Prompt, beginning: Beginning | None
+    ) -> tuple[ContextRow, Begun] | None:
         """A prompt that goes on from one of the last ones; None if it begins otherwise."""
-        left = self.memory.left(beginning)
+        left = [] if beginning is None else self.memory.left(beginning)
         if not left:
             return None
         context = self._context_tokens(prompt)
         ids = (*left[0].ids[:context], *prompt.query)  # the contexts of all are the same
-        known, kept = max(((one.alike(ids), one) for one in left), key=itemgetter(0))
-        row = self._row_going_on(prompt, kept.ids, known)
-        if row is None:
-            return None
-        buffer = self.memory.going_on(kept, known, len(ids) + prompt.request.max_new_tokens)
-        return replace(row, stitched=StitchedRow(self.model, buffer, row.ids, row.shape))
+        begun = self._begun(beginning, ids)
+        row = begun and self._row_going_on(prompt, begun.kept.ids, begun.tokens)
+        return (row, begun) if row and begun else None
 
     def choose(self, prompt: Prompt) -> ContextRow:
         room = self._tokens(prompt) + prompt.request.max_new_tokens
@@ -310,20 +320,26 @@ class BufferFiller(Filler):
         """Tokens of a prompt that have a place in its buffer."""
         return self._context_tokens(prompt) + len(prompt.query)
 
-    def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
-        """Load and stitch a context into a buffer of one row, and choose tokens."""
+    def _stitched(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
+        """Load and stitch a context into a buffer of one row."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
-        scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)
         ids, shape = self._joined(prompt, loaded)
         stitched = StitchedRow(self.model, place, ids, shape, loaded.segments)
-        row = ContextRow(ids, shape, loaded, policy, stitched)
-        if policy.is_reuse or not shape.context_tokens:
+        return ContextRow(ids, shape, loaded, policy, stitched)
+
+    def _chosen(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
+        """A stitched context, and which of its tokens are to be computed again."""
+        policy = prompt.policy
+        # In a thread beside the loading.
+        scores = self._scoring(policy, prompt.request.question, prompt.chunks)
+        row = self._stitched(prompt, place)
+        if policy.is_reuse or row.stitched is None or not row.shape.context_tokens:
             return row
         started = time.perf_counter()
-        signals = RowSignals(stitched, scores, prompt.request.answer_tokens)
-        selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
+        signals = RowSignals(row.stitched, scores, prompt.request.answer_tokens)
+        selected = chosen_tokens(policy, row.shape, signals)  # (context_tokens,) bool
         return replace(
             row,
             selected=selected if bool(selected.any()) else None,

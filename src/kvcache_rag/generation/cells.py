@@ -162,7 +162,8 @@ class CellsFiller(Filler):
         return CellsContext(self.model, [row], "copied", _WHY, cells, kept, beginning)
 
     def _fill(self, prompts: Sequence[Prompt]) -> Context:
-        beginning = self._beginning(prompts)
+        # The cells keep what is in their first sequence.
+        beginning = self._beginning(prompts[0]) if len(prompts) == 1 else None
         context = None if beginning is None else self._continued(prompts[0], beginning)
         if context is not None:
             return context

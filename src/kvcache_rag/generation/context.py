@@ -283,19 +283,17 @@ class Filler(ABC):
 
     # ------------------------------------------------------------------ prompts that go on
 
-    def _beginning(self, prompts: Sequence[Prompt]) -> Beginning | None:
+    def _beginning(self, prompt: Prompt) -> Beginning | None:
         """What the context of a prompt is made of; None if the next one cannot go on from it."""
-        first = prompts[0]
-        policy = first.policy
+        policy = prompt.policy
         if (
-            len(prompts) > 1
-            or not first.goes_on
+            not prompt.goes_on
             or not policy.is_reuse
             or policy.scaling is not None
-            or uses_beams(first.request.options)  # which repeat and reorder rows
+            or uses_beams(prompt.request.options)  # which repeat and reorder rows
         ):
             return None
-        keys = tuple((chunk.key, chunk.is_joint) for chunk in first.chunks)
+        keys = tuple((chunk.key, chunk.is_joint) for chunk in prompt.chunks)
         return keys, policy.positions, policy.adjacent_query
 
     @property

@@ -6,8 +6,8 @@ question again, another one over the same chunks, a chat's next turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
@@ -35,19 +35,21 @@ Beginning: TypeAlias = "Hashable"
 
 @dataclass(frozen=True, eq=False)
 class KeptPrompt:
-    """A buffer, and what of a prompt is in it.
+    """A prompt that lies in a row of a buffer, and that another one may go on from.
 
     Attributes:
-        buffer: The memory.
-        beginning: What the prompt depends on; None if no other one may go on from it.
-        ids: Those whose keys and values lie in the first row, from 0 on.
+        buffer: The row from the prompt's first token on, as views: a buffer of one prompt.
+        memory: The buffer of all rows.
+        beginning: What the prompt depends on.
+        ids: Those whose keys and values lie there.
         is_whole: Whether a prompt goes on from all of them or none, as states are those behind the
             last one.
     """
 
     buffer: KVBuffer
-    beginning: Beginning | None = None
-    ids: tuple[int, ...] = ()
+    memory: KVBuffer
+    beginning: Beginning
+    ids: tuple[int, ...]
     is_whole: bool = False
 
     def alike(self, ids: Sequence[int]) -> int:
@@ -60,6 +62,46 @@ def alike(known: Sequence[int], ids: Sequence[int]) -> int:
     """How many first ids of a prompt are known, but for its last one, which is computed anew."""
     pairs = zip(known, ids[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a prompt goes on from.
+
+    Attributes:
+        kept: The other prompt.
+        tokens: How many first tokens both have in common.
+    """
+
+    kept: KeptPrompt
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LeftRow:
+    """What a row of a buffer holds when its prompt has been answered.
+
+    Attributes:
+        beginning: What its keys and values depend on; None if no other prompt may go on from them.
+        ids: Whose these are.
+        column: Where in the row they begin.
+    """
+
+    beginning: Beginning | None
+    ids: tuple[int, ...]
+    column: int = 0
+
+
+@dataclass(eq=False)
+class _Held:
+    """A buffer, and the prompts in its rows."""
+
+    buffer: KVBuffer
+    prompts: list[KeptPrompt] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.rows * self.buffer.layout.nbytes(self.buffer.capacity)
 
 
 class PromptMemory:
@@ -79,70 +121,89 @@ class PromptMemory:
             limit: Bytes; 0 lets no prompt go on from another one, and keeps one buffer, too.
         """
         self._model, self.limit = model, limit
-        self._kept: list[KeptPrompt] = []  # the one that was used last at the end
+        self._held: list[_Held] = []  # the one that was used last at the end
         self._codes: Tensor | None = None  # (nbytes,) uint8
 
     @property
     def kept(self) -> KVBuffer | None:
-        """The buffer of the last prompt, if there is one."""
-        return self._kept[-1].buffer if self._kept else None
+        """The buffer of the last prompts, if there is one."""
+        return self._held[-1].buffer if self._held else None
 
     def room(self, rows: int, capacity: int) -> KVBuffer:
         """A buffer of at least `capacity` tokens per row, with anything in it."""
         rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
         layout = self._model.measured.chunk_layout
-        while self._kept and self._is_full(rows * layout.nbytes(rounded)):
-            oldest = self._kept.pop(0)  # released before a new one is made
-            if oldest.buffer.rows >= rows and oldest.buffer.capacity >= capacity:
-                return self._used(KeptPrompt(oldest.buffer)).narrowed(rows)
+        while self._held and self._is_full(rows * layout.nbytes(rounded)):
+            oldest = self._held.pop(0).buffer  # released before a new one is made
+            if oldest.rows >= rows and oldest.capacity >= capacity:
+                self._held.append(_Held(oldest))
+                return oldest.narrowed(rows)
             del oldest
         made = KVBuffer.allocate(layout, rows, rounded, self._model.device)
-        return self._used(KeptPrompt(made))
+        self._held.append(_Held(made))
+        return made
 
     def _is_full(self, nbytes: int) -> bool:
         if not self.limit:
             return True  # one buffer
-        held = sum(
-            one.buffer.rows * one.buffer.layout.nbytes(one.buffer.capacity) for one in self._kept
-        )
-        return held + nbytes > self.limit
+        return sum(one.nbytes for one in self._held) + nbytes > self.limit
 
-    def _used(self, kept: KeptPrompt) -> KVBuffer:
-        self._kept.append(kept)
-        return kept.buffer
-
-    def leave(self, beginning: Beginning, ids: Sequence[int]) -> None:
-        """Let other prompts go on from what lies in the first row of the last buffer.
+    def leave(self, buffer: KVBuffer, rows: Sequence[LeftRow]) -> None:
+        """Let other prompts go on from what lies in the buffer that was given last.
 
         Args:
-            beginning: What its keys and values depend on.
-            ids: Whose these are, from 0 on.
+            buffer: As it was given.
+            rows: Of each of its rows.
         """
-        if self.limit != 0 and self._kept:
-            is_whole = self._model.abilities.continues == "at its end"
-            self._kept[-1] = KeptPrompt(self._kept[-1].buffer, beginning, tuple(ids), is_whole)
+        if self.limit == 0 or not self._held:
+            return
+        held, is_whole = self._held[-1], self._model.abilities.continues == "at its end"
+        held.prompts += [
+            KeptPrompt(
+                buffer.single(number, row.column), held.buffer, row.beginning, row.ids, is_whole
+            )
+            for number, row in enumerate(rows)
+            if row.beginning is not None
+        ]
 
     def left(self, beginning: Beginning) -> list[KeptPrompt]:
-        """The prompts that depend on the same, the last one first."""
-        return [one for one in reversed(self._kept) if one.beginning == beginning]
+        """The prompts that depend on the same, the last ones first."""
+        every = chain.from_iterable(held.prompts for held in reversed(self._held))
+        return [one for one in every if one.beginning == beginning]
 
-    def going_on(self, kept: KeptPrompt, tokens: int, capacity: int) -> KVBuffer:
-        """A buffer of one row of at least `capacity` tokens, with the first `tokens` of a prompt.
+    def going_on(
+        self, begun: Sequence[Begun | None], columns: Sequence[int], room: int
+    ) -> KVBuffer:
+        """A buffer in which prompts stand side by side, each as far as another one had it.
 
-        The prompt's own, unless that is too small, or much of the prompt would be lost and there
-        is memory for both.
+        One alone stays where the other one is, unless there is no room, or much of that would be
+        lost and there is memory for both.
+
+        Args:
+            begun: Where each goes on from; None for one that begins anew.
+            columns: Where each begins in its row.
+            room: Tokens per row.
         """
-        lost = len(kept.ids) - tokens
-        is_kept = bool(self.limit) and lost > tokens // _LOST
-        if kept.buffer.capacity >= capacity and not is_kept:
-            self._kept.remove(kept)
-            return self._used(KeptPrompt(kept.buffer)).narrowed(1)
-        self._kept.remove(kept)
-        self._kept.append(kept)  # not the first to go
-        buffer = self.room(1, capacity)
-        if buffer is not kept.buffer:
-            buffer.copy_first(kept.buffer.narrowed(1), tokens)
+        sources = [one for one in begun if one is not None]
+        # The first to go are those that none of them goes on from.
+        used = [one.kept.memory for one in sources]
+        self._held.sort(key=lambda held: any(held.buffer is one for one in used))
+        if len(begun) == len(sources) == 1 and self._stays(sources[0], room):
+            kept = sources[0].kept
+            self._held[-1].prompts.remove(kept)
+            return kept.buffer
+        buffer = self.room(len(begun), room)
+        is_overwritten = any(one is self._held[-1].buffer for one in used)
+        read = [one and _readable(one, is_overwritten) for one in begun]
+        for row, (one, column) in enumerate(zip(read, columns, strict=True)):
+            if one is not None:
+                buffer.single(row, column).copy_first(one.kept.buffer, one.tokens)
         return buffer
+
+    def _stays(self, begun: Begun, room: int) -> bool:
+        lost = len(begun.kept.ids) - begun.tokens
+        is_kept = bool(self.limit) and lost > begun.tokens // _LOST
+        return begun.kept.buffer.capacity >= room and not is_kept
 
     def codes(self, nbytes: int) -> Room:
         """Memory for chunks in the form of a codec, `nbytes` for all of them, with anything in it.
@@ -166,5 +227,13 @@ class PromptMemory:
 
     def forget(self) -> None:
         """Release everything."""
-        self._kept, self._codes = [], None
+        self._held, self._codes = [], None
         self._model.forget()
+
+
+def _readable(begun: Begun, is_overwritten: bool) -> Begun:
+    """The same, from a copy if rows are written to before it is read."""
+    if not is_overwritten:
+        return begun
+    copy = replace(begun.kept, buffer=begun.kept.buffer.cloned(begun.tokens))
+    return replace(begun, kept=copy)

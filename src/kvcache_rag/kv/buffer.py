@@ -97,6 +97,17 @@ class KVBuffer:
             {name: tensor[:, rows] for name, tensor in group.items()} for group in self.states
         )
 
+    def cloned(self, tokens: int) -> KVBuffer:
+        """Copies of the first `tokens` places."""
+        with torch.inference_mode(mode=False):
+            tensors = tuple(
+                tuple(part[..., :tokens, :].clone() for part in group) for group in self.tensors
+            )
+            states = tuple(
+                {name: one.clone() for name, one in group.items()} for group in self.states
+            )
+        return replace(self, tensors=tensors, capacity=tokens, states=states)
+
     def copy_first(self, other: KVBuffer, tokens: int) -> None:
         """Take over the first `tokens` places of a buffer of as many rows."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
