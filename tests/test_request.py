@@ -137,6 +137,14 @@ def test_dropped_chunks_are_counted_and_nothing_of_them_is_used(small: Engine) -
     assert batch[0].token_ids == answer.token_ids
 
 
+def test_a_chunk_that_was_measured_anew_is_missed_for_its_other_text(small: Engine) -> None:
+    (key,) = small.add(texts(1))
+    given = [StoredChunk(key, "y" * 30), *texts(6)[1:]]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "drop_lowest"}
+    missed = small.generate("Who?", given, policy=Reuse(), **options).metrics.missed
+    assert [one.reason for one in missed if one.chunk == 0] == ["other text"]
+
+
 def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "refine"}
     answer = small.generate("Who?", texts(6), **options)

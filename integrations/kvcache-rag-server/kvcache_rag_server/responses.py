@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, JsonValue
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvcache_rag.metrics import Answer, Metrics
+from kvcache_rag.metrics import Answer, Metrics, MissReason
 from kvcache_rag_server.backend import Started
 
 FinishReason = Literal["stop", "length"]
@@ -80,6 +80,14 @@ def cached_tokens(metrics: Metrics) -> int:
     return prefix + metrics.reused_tokens + metrics.continued_tokens
 
 
+class MissedDocument(BaseModel):
+    """A document that was not cached, and why."""
+
+    chunk: int = Field(description="Its number, from 0.")
+    tokens: int
+    reason: MissReason
+
+
 class KVCacheReport(BaseModel):
     """What an answer cost; times in seconds, everything else counts (see `Metrics`)."""
 
@@ -109,6 +117,7 @@ class KVCacheReport(BaseModel):
     generated_tokens: int
     hits: dict[str, int] = Field(description="Chunks found, by tier.")
     misses: int
+    missed: list[MissedDocument] = Field(description="What was not cached, and why.")
     auxiliary_misses: int = Field(description="Chunks that the auxiliary model had not cached.")
     dropped_chunks: int = Field(description="Documents that would not have fitted.")
     unused_chunks: int = Field(
@@ -133,6 +142,10 @@ class KVCacheReport(BaseModel):
             name: value for name, value in metrics.to_dict().items() if name in cls.model_fields
         }
         costs["answered_from"] = [numbers[at] for at in metrics.answered_from]
+        costs["missed"] = [
+            MissedDocument(chunk=numbers[one.chunk], tokens=one.tokens, reason=one.reason)
+            for one in metrics.missed
+        ]
         return cls(
             **costs,
             queue_wait=started.queue_wait,

@@ -247,6 +247,19 @@ def test_what_an_answer_was_computed_from_has_the_callers_numbers(
     assert 0 < here.dropped_chunks == there.dropped_chunks == min(here.answered_from)
 
 
+def test_why_documents_were_not_cached_has_the_callers_numbers(
+    remote: RemoteEngine, engine: Engine
+) -> None:
+    new = ["This was never read before, not once.", "Nor was that, which is another text."]
+    texts = [new[0], new[0], DOCUMENTS[0], new[1]]
+    engine.add(DOCUMENTS[:1])
+    missed = remote.generate(QUESTION, texts, policy="reuse", max_new_tokens=4).metrics.missed
+    assert [(one.chunk, one.reason) for one in missed] == [
+        (0, "not prefilled"),
+        (3, "not prefilled"),
+    ]
+
+
 def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine) -> None:
     scores = (0.1, 0.2, 0.9)
     options: dict[str, Any] = {"policy": BestLast(), "max_new_tokens": 12}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.joint import Combinations
-from kvcache_rag.generation.request import by_text
+from kvcache_rag.generation.request import StoredChunk
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -43,8 +43,12 @@ class Question:
     is_completion: bool = False
 
     def by_text(self) -> Question:
-        """The same, with no reference that says how long its chunk is."""
-        return replace(self, chunks=by_text(self.chunks))
+        """The same, with no reference that says how long a chunk is whose text is known."""
+        chunks = [
+            replace(chunk, outdated="other text") if isinstance(chunk, StoredChunk) else chunk
+            for chunk in self.chunks
+        ]
+        return replace(self, chunks=chunks)
 
 
 @dataclass(frozen=True)

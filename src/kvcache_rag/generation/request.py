@@ -132,14 +132,6 @@ class OtherLengthsError(Exception):
     """Chunks are longer than their references said, and do not fit; no caller sees it."""
 
 
-def by_text(chunks: Sequence[ChunkInput]) -> list[ChunkInput]:
-    """Chunks of which no reference says how long they are, where there is a text to say it."""
-    return [
-        replace(chunk, outdated="other text") if isinstance(chunk, StoredChunk) else chunk
-        for chunk in chunks
-    ]
-
-
 def listed_chunks(chunks: Iterable[ChunkInput] | None) -> list[ChunkInput]:
     """Chunks as a list; raises `InvalidInputError` if they are something else."""
     return check_list("chunks", chunks, "texts or keys")
@@ -478,7 +470,8 @@ class Planner:
         """A chunk with the length that its text has, if that is known."""
         if chunk.ids or chunk.text is None:
             return chunk
-        return self._from_text(chunk.text, chunk.place)
+        measured = self._from_text(chunk.text, chunk.place)
+        return measured if measured.key == chunk.key else replace(measured, why="other text")
 
     def _from_text(self, text: str, index: int, why: MissReason | Literal[""] = "") -> ContextChunk:
         if not text.strip():

@@ -62,9 +62,9 @@ from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
     Stream,
-    answer,
     aresponses,
     open_stream,
+    respond,
     responses,
 )
 from llama_index.kvcache_rag.stopping import spanned, stoppable
@@ -261,7 +261,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         return self._loads and self._given == (None, None) and self.template is None
 
     @property
-    def chunks_of(self) -> tuple[Any, ...]:
+    def chunk_identity(self) -> tuple[Any, ...]:
         """Whose chunks it computes, beside its settings; loads the model where these do not say."""
         scorer = None if self._policy is None else self._policy.auxiliary
         if self.is_settings:
@@ -487,7 +487,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         return aresponses(await asyncio.to_thread(self._open, request, kwargs), self._last(kwargs))
 
     def _answer(self, asked: Prompt, kwargs: Mapping[str, Any], **more: Any) -> CompletionResponse:
-        response = answer(self.engine, self._chosen(asked), {**self._options(kwargs), **more})
+        response = respond(self.engine, self._chosen(asked), {**self._options(kwargs), **more})
         self._last(kwargs)(response)
         return response
 

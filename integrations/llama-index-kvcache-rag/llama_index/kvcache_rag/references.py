@@ -87,14 +87,12 @@ def chunks_of(
     """
     chunks: list[StoredChunk | str] = list(texts)
     if nodes:
-        chunks = [_chunk(node, text, engine) for node, text in zip(nodes, texts, strict=True)]
+        chunks = []
+        for node, text in zip(nodes, texts, strict=True):
+            check_unicode(f"the text of node {node.node_id!r}", text)
+            reference = Reference.from_metadata(node.metadata)
+            chunks.append(text if reference is None else reference.chunk(text, engine))
     return [chunk for chunk, text in zip(chunks, texts, strict=True) if text.strip()]
-
-
-def _chunk(node: BaseNode, text: str, engine: Engine) -> StoredChunk | str:
-    check_unicode(f"the text of node {node.node_id!r}", text)
-    reference = Reference.from_metadata(node.metadata)
-    return text if reference is None else reference.chunk(text, engine)
 
 
 def _without(metadata: Mapping[str, Any]) -> dict[str, Any]:

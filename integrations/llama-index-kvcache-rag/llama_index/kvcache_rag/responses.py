@@ -94,7 +94,7 @@ class Stream:
     prompt: Prompt
 
 
-def answer(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> CompletionResponse:
+def respond(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> CompletionResponse:
     """Generate the whole response.
 
     `raw["kv_cache"]["prompt"]` says what became of the caller's prompt: "reused" if its chunks were
