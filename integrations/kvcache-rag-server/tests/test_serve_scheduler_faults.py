@@ -192,7 +192,7 @@ async def test_all_tenants_have_the_memory_of_one_prompt_explained_or_not(
     await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
     memory, *others = [access.runner(engines.of(name)).memory for name in "abc"]
     assert all(one is memory for one in others)
-    assert len(memory._kept) == 1
+    assert len(memory._held) == 1
 
 
 # ---------------------------------------------------------------------------- what cannot ever fit

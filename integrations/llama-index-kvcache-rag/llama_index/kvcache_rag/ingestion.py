@@ -55,7 +55,7 @@ class KVCachePrefill(NamedArguments, TransformComponent):
         data = super().to_dict(**kwargs)
         llm = self.llm or Settings._llm  # `Settings.llm` would make one
         if isinstance(llm, KVCacheLLM):
-            data["chunks"] = written([llm.to_dict(), llm.chunk_identity])
+            data["chunks"] = written([llm.to_dict(), llm.chunks_of])
         return data
 
     @classmethod

@@ -261,7 +261,7 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         return self._loads and self._given == (None, None) and self.template is None
 
     @property
-    def chunk_identity(self) -> tuple[Any, ...]:
+    def chunks_of(self) -> tuple[Any, ...]:
         """Whose chunks it computes, beside its settings; loads the model where these do not say."""
         scorer = None if self._policy is None else self._policy.auxiliary
         if self.is_settings:
