@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -46,7 +47,7 @@ from kvcache_rag.generation.runner import Runner
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
-from kvcache_rag.models.language import lock_of
+from kvcache_rag.models.language import StoppedError, lock_of
 from kvcache_rag.models.names import chosen_adapter
 from kvcache_rag.models.pretrained import language_model, load
 from kvcache_rag.models.weights import bare_model
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.explain import Explained
+    from kvcache_rag.generation.reading import Reading
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.metrics import Answer
     from kvcache_rag.models.linears import WeightFormat
@@ -831,6 +833,38 @@ class Engine(NamedArguments):
 
         return self._held([Question(question, listed_chunks(chunks), options)], run)()
 
+    def read(
+        self,
+        question: str,
+        chunks: Sequence[ChunkInput],
+        *,
+        cancelled: threading.Event | None = None,
+    ) -> Reading:
+        """How likely the question is behind each chunk by itself: which of them it may be about.
+
+        No retriever is needed for it and nothing is trained.  A chunk that is cached costs the
+        question's tokens; the others are prefilled and stored first.
+
+        Args:
+            question: Not empty.
+            chunks: As for `generate`.
+            cancelled: Once set, stops it.
+
+        Raises:
+            InvalidInputError: If an argument cannot be used.
+            ContextTooLongError: If a chunk and the question do not fit the context window.
+            ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
+            concurrent.futures.CancelledError: If it was stopped.
+        """
+        bound, listed = self._follow(), listed_chunks(chunks)
+        wanted = bound.to_read(question, listed)
+        with self._turn() as now:
+            again = wanted if now is bound else now.to_read(question, listed)
+            try:
+                return now.reader.read(again, cancelled)
+            except StoppedError as error:
+                raise CancelledError from error
+
     def logits(
         self,
         question: str,
@@ -857,7 +891,8 @@ class Engine(NamedArguments):
             read = replace(
                 request, query=(*request.query, *answer_ids), answer_tokens=len(answer_ids)
             )
-            return bound.runner.logits(bound.runner.prompt(read, 0, ""))
+            prompt = bound.runner.prompt(read, 0, "")
+            return bound.runner.logits([prompt], len(prompt.query) - prompt.fresh_tokens)[0]
 
         return self._held([Question(question, listed_chunks(chunks), options)], run)()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.joint import Combinations
+from kvcache_rag.generation.reading import ChunkReader, ToRead
 from kvcache_rag.generation.request import StoredChunk
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
@@ -172,6 +174,22 @@ class Bound:
         return Bound.of(runner, planner, self.tokenizer, self.guard)
 
     # ------------------------------------------------------------------ what is asked
+
+    @cached_property
+    def reader(self) -> ChunkReader:
+        """Reads questions behind single chunks; whoever uses it holds the model."""
+        return ChunkReader(self.runner)
+
+    def to_read(self, question: str, chunks: Sequence[ChunkInput]) -> ToRead:
+        """Check, tokenise and address a question and the chunks that it is read behind.
+
+        Raises:
+            InvalidInputError: If one cannot be used.
+            ContextTooLongError: If a chunk and the question do not fit the context window.
+        """
+        asked = self.renderer.asked_ids(question)
+        found = self.planner.chunks(chunks, beside=len(asked.ids))
+        return ToRead(asked, tuple(found))
 
     def plan(self, questions: Sequence[Question]) -> list[Planned]:
         """Check, tokenise and address questions that are answered together.

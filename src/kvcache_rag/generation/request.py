@@ -370,6 +370,7 @@ class Planner:
         *,
         any_length: bool = False,
         only: Sequence[int] | None = None,
+        beside: int = 0,
     ) -> list[ContextChunk]:
         """Check and address chunks.
 
@@ -378,6 +379,7 @@ class Planner:
             any_length: Whether one that is too long is no error, as it may be left out.
             only: Numbers of those that are addressed, in this order; the others are checked alone.
                 None: all.
+            beside: Tokens that stand behind each.
 
         Raises:
             InvalidInputError: If they are one text instead of a list, or one cannot be used.
@@ -388,7 +390,7 @@ class Planner:
             self._parts(chunk, index)
         wanted = range(len(listed)) if only is None else only
         context = [self.chunk(listed[index], index) for index in wanted]
-        room = self.window - len(self.renderer.prefix_ids)
+        room = self.window - len(self.renderer.prefix_ids) - beside
         for one in () if any_length else context:
             if len(one.ids) > room:
                 raise ContextTooLongError(_too_long(one.place, len(one.ids), room))

@@ -117,6 +117,21 @@ class Runner:
             self.memory,
         )
 
+    def apart(self) -> Runner:
+        """The same in memory of its own, in which no prompt goes on from another."""
+        memory = PromptMemory(self.model, 0)
+        return Runner(
+            self.model,
+            self.tokenizer,
+            self.renderer,
+            self.loader,
+            self.window,
+            self.longest,
+            self.auxiliary,
+            self.rotation,
+            memory,
+        )
+
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
         answer, begun = _unsaid(request), request.started
@@ -229,21 +244,37 @@ class Runner:
         except StoppedError:
             return [_unsaid(prompt.request) for prompt in prompts]
 
-    def logits(self, prompt: Prompt) -> Tensor:
-        """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
-        wanted = len(prompt.query) - prompt.fresh_tokens
+    def logits(
+        self,
+        prompts: Sequence[Prompt],
+        keep: int,
+        cancelled: threading.Event | None = None,
+    ) -> Tensor:
+        """Logits of the last `keep` tokens of each query, `(prompts, keep, vocabulary)` float32.
+
+        Raises:
+            StoppedError: If it was cancelled before the contexts were there.
+        """
 
         def passed(context: Context) -> Tensor:
-            (row,) = context.rows
-            # The whole query, also where generating would compute its last token alone.
-            first = row.shape.context_tokens
+            # The whole queries, also where generating would compute the last token alone.
+            open_ = [row.shape.tokens - row.shape.context_tokens for row in context.rows]
+            ids, mask = self._padded(context.rows)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -max(open_) :]  # (prompts, open)
+            is_padded = len(open_) > 1 and self.model.abilities.memory == "ours"
             with context.attended():
-                cache = context.cache([len(row.ids) - first])
-                positions = torch.arange(first, len(row.ids))
-                logits = self.model.forward(row.ids[None, first:], cache, positions, keep=wanted)
-            return logits[0].float().cpu()  # (query without chunks, vocabulary)
+                cache = context.cache(open_)
+                logits = self.model.forward(
+                    ids[:, -max(open_) :],
+                    cache,
+                    positions,
+                    mask=mask.to(self.model.device) if is_padded else None,
+                    keep=keep,
+                )
+            return logits.float().cpu()
 
-        return self._over([replace(prompt, goes_on=False)], passed)
+        alone = [replace(prompt, goes_on=False) for prompt in prompts]
+        return self._over(alone, passed, cancelled)
 
     def _over(
         self,

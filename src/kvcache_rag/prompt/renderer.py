@@ -24,6 +24,7 @@ from cachetools import LRUCache
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.forks import new_lock
+from kvcache_rag.prompt.alignment import token_offsets
 from kvcache_rag.prompt.offsets import chunk_finder, written_chunk
 from kvcache_rag.prompt.template import (
     DEFAULT_DATE,
@@ -121,6 +122,19 @@ class PromptIds:
     @property
     def all(self) -> tuple[int, ...]:
         return self.context + self.query
+
+
+@dataclass(frozen=True)
+class AskedIds:
+    """A question as it stands behind chunks, without turns before it and up to its last token.
+
+    Attributes:
+        ids: What stands before the question, and the question.
+        count: How many of the last are the question's own.
+    """
+
+    ids: tuple[int, ...]
+    count: int
 
 
 class PromptRenderer:
@@ -226,6 +240,30 @@ class PromptRenderer:
             arguments: Tools and other values for the chat template.
         """
         return tuple(self.encoder.encode(self.query_text(question, history, answer, arguments)))
+
+    def asked_ids(self, question: str) -> AskedIds:
+        """Ids of a question by itself, and which are its own.
+
+        Raises:
+            InvalidInputError: If it has no tokens.
+        """
+        text = self.query_text(question)
+        ids = self.encoder.encode(text)
+        said = question.strip()
+        start = text.rfind(said)
+        if start < 0:  # the chat template writes it otherwise
+            start, said = 0, text
+        # A token belongs to the question that has a character of it.
+        own = [
+            place
+            for place, (first, stop) in enumerate(token_offsets(self.encoder.tokenizer, text, ids))
+            if first < start + len(said) and stop > start
+        ]
+        # Nothing says how likely the first token of a pass is.
+        own = [place for place in own if place]
+        if not said or not own:
+            raise InvalidInputError("the question is empty; ask something")
+        return AskedIds(tuple(ids[: own[-1] + 1]), own[-1] + 1 - own[0])
 
     def query_text(
         self,

@@ -1,0 +1,129 @@
+"""A question read behind each chunk alone, as by one full prefill of that chunk and the question."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import access
+import pytest
+import torch
+from laws import LONG_QUESTION, QUESTION, TEXTS, make_engine
+from zoo import FAMILIES, HYBRIDS, REFUSED
+
+from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NATS = 2e-3
+STATES_NATS = 5e-3  # of recurrent layers, over some thirty tokens
+
+
+def plainly(engine: Engine, question: str, texts: Sequence[str]) -> float:
+    """The question's likelihood by one forward pass of stock transformers, token by token."""
+    whole = engine.tokenize(question, [*texts])
+    start = len(whole.context)
+    text = access.renderer(engine).query_text(question)
+    before = text[: text.index(question)]
+    own = start + len(engine.brought_ids(before))
+    ids = torch.tensor([whole.all])
+    with torch.no_grad():
+        logits = engine.model(ids).logits[0].float().log_softmax(-1)
+    stop = own + len(engine.brought_ids(question))
+    return sum(float(logits[place - 1, ids[0, place]]) for place in range(own, stop))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("question", [QUESTION, LONG_QUESTION])
+def test_law_each_is_a_full_prefill_of_that_chunk_alone(name: str, question: str) -> None:
+    engine = make_engine(name)
+    expected = [plainly(engine, question, [text]) for text in TEXTS]
+    without = plainly(engine, question, [])
+    for _ in range(2):  # computed, then out of the store
+        reading = engine.read(question, TEXTS)
+        tolerance = STATES_NATS if name in HYBRIDS else NATS
+        assert reading.likelihoods == pytest.approx(expected, abs=tolerance)
+        assert reading.without == pytest.approx(without, abs=tolerance)
+    assert reading.question_tokens == len(question)
+    assert reading.relevance == pytest.approx([one - without for one in expected], abs=0.01)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_law_models_that_keep_no_chunks_read_them_too(name: str) -> None:
+    engine = make_engine(name)
+    expected = [plainly(engine, QUESTION, [text]) for text in TEXTS]
+    found = engine.read(QUESTION, TEXTS)
+    assert found.likelihoods == pytest.approx(expected, abs=STATES_NATS)
+
+
+def test_the_order_of_chunks_says_nothing_and_equal_ones_are_read_once() -> None:
+    engine = make_engine("qwen2")
+    engine.add(TEXTS)
+    reading = engine.read(LONG_QUESTION, TEXTS)
+    for order in permutations(range(len(TEXTS))):
+        other = engine.read(LONG_QUESTION, [TEXTS[number] for number in order])
+        assert other.likelihoods == tuple(reading.likelihoods[number] for number in order)
+        assert other.without == reading.without
+    twice = engine.read(LONG_QUESTION, [*TEXTS, *TEXTS])
+    assert twice.likelihoods == (*reading.likelihoods, *reading.likelihoods)
+    assert twice.read_tokens == reading.read_tokens
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_are_as_many_as_memory_allows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("qwen2")
+    reading = engine.read(LONG_QUESTION, TEXTS)
+    logits = (len(LONG_QUESTION) + 1) * engine.model.config.vocab_size * 4
+    monkeypatch.setattr("kvcache_rag.generation.reading._LOGITS", rows * logits)
+    seen: list[int] = []
+    passed = type(access.adapter(engine)).forward
+
+    def forward(self: Any, ids: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(len(ids))
+        return passed(self, ids, *rest, **options)
+
+    monkeypatch.setattr(type(access.adapter(engine)), "forward", forward)
+    again = engine.read(LONG_QUESTION, TEXTS)
+    assert max(seen) == rows
+    assert again.likelihoods == pytest.approx(reading.likelihoods, abs=NATS)
+
+
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+def test_reading_changes_nothing_of_the_next_answer(rotation: Any) -> None:
+    engine = make_engine("qwen2", rotation=rotation)
+    engine.add(TEXTS)
+    options: Any = {"policy": Reuse(), "max_new_tokens": 4}
+    first = engine.generate(QUESTION, TEXTS, **options)
+    engine.read(LONG_QUESTION, TEXTS[::-1])
+    again = engine.generate(QUESTION, TEXTS, **options)
+    assert again.token_ids == first.token_ids
+    assert again.metrics.continued_tokens == again.metrics.query_tokens - 1
+
+
+def test_what_was_wrong_is_told() -> None:
+    engine = make_engine("qwen2", context_window=120)
+    with pytest.raises(InvalidInputError, match="the question is empty"):
+        engine.read(" ", TEXTS)
+    with pytest.raises(InvalidInputError, match="chunk 1 is empty"):
+        engine.read(QUESTION, [TEXTS[0], " "])
+    with pytest.raises(ContextTooLongError, match="chunk 1 has"):
+        engine.read(QUESTION * 10, [TEXTS[0], "x" * 70])
+    (key,) = engine.add(TEXTS[:1])
+    engine.delete([key])
+    with pytest.raises(ChunkNotFoundError):
+        engine.read(QUESTION, [key])
+    assert engine.read(QUESTION, []).likelihoods == ()
+
+
+def test_it_stops_when_it_is_told_to() -> None:
+    engine = make_engine("qwen2")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        engine.read(QUESTION, TEXTS, cancelled=cancelled)
+    cancelled.clear()
+    assert len(engine.read(QUESTION, TEXTS, cancelled=cancelled).likelihoods) == len(TEXTS)
