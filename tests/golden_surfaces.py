@@ -157,6 +157,8 @@ POLICIES: Final = (
     "BestFew(count=2)",
     "BestLast()",
     "BestLast(share=0.4, positions='composite')",
+    "BestRead()",
+    "BestRead(count=2)",
     "CacheBlend()",
     "CacheBlend(ratio=0.3, check_layer=2, positions='composite')",
     "CacheClip()",

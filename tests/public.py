@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Final
 
 TOP: Final = (
-    *("Answer", "Ape", "BestFew", "BestLast", "CacheBlend", "CacheClip", "Combination"),
+    *("Answer", "Ape", "BestFew", "BestLast", "BestRead", "CacheBlend", "CacheClip", "Combination"),
     *("DiskStore", "Engine", "FullRecompute", "InvalidInputError", "KVCacheRagError"),
     *("LegoLink", "MemoryStore", "Message", "Metrics", "PromptTemplate", "ProphetKV"),
     *("RemoteStore", "Reuse", "TieredStore"),

@@ -27,7 +27,16 @@ BY_NAME = (
 )
 ERRORS = [name for name in NAMES if name.endswith("Error")]
 POLICIES = (
-    *("Ape", "BestFew", "BestLast", "CacheBlend", "CacheClip", "Combination", "FullRecompute"),
+    *(
+        "Ape",
+        "BestFew",
+        "BestLast",
+        "BestRead",
+        "CacheBlend",
+        "CacheClip",
+        "Combination",
+        "FullRecompute",
+    ),
     *("LegoLink", "ProphetKV", "Reuse"),
 )
 CODECS = ("Int4", "Int8", "Native")

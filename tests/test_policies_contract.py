@@ -48,6 +48,12 @@ class TestBestFew(PolicyContract):
     wrong = ("BestFew(0)", "BestFew(-1)", "BestFew(True)", "BestFew(1.5)", "BestFew('2')")
 
 
+class TestBestRead(PolicyContract):
+    written = ("BestRead()", "BestRead(count=2)")
+    names: ClassVar = {"bestread": "BestRead()", "bestread:2": "BestRead(2)"}
+    wrong = ("BestRead(0)", "BestRead(-1)", "BestRead(True)", "BestRead(1.5)", "BestRead('2')")
+
+
 class TestProphetKV(PolicyContract):
     written = (
         "ProphetKV()",

@@ -1,4 +1,4 @@
-"""A question read behind each chunk alone, as by one full prefill of that chunk and the question."""
+"""A question read behind each chunk alone: as by a full prefill of that chunk and the question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from laws import LONG_QUESTION, QUESTION, TEXTS, make_engine
 from zoo import FAMILIES, HYBRIDS, REFUSED
 
-from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag import BestFew, BestRead, Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
 
 if TYPE_CHECKING:
@@ -127,3 +127,86 @@ def test_it_stops_when_it_is_told_to() -> None:
         engine.read(QUESTION, TEXTS, cancelled=cancelled)
     cancelled.clear()
     assert len(engine.read(QUESTION, TEXTS, cancelled=cancelled).likelihoods) == len(TEXTS)
+
+
+# ---------------------------------------------------------------------------- to choose by it
+# Longer chunks, of which many questions may be read for a quarter of a full prefill.
+LONGER = [f"{text * 3}!" for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2", "bloom", "qwen3_5", "falcon_h1"])
+def test_law_the_answer_is_that_of_the_chunks_that_were_chosen(name: str) -> None:
+    engine = make_engine(name)
+    reading = engine.read(QUESTION, LONGER)
+    best = max(range(3), key=lambda number: reading.likelihoods[number])
+    answer = engine.generate(QUESTION, LONGER, policy=BestRead(1), max_new_tokens=6)
+    metrics = answer.metrics
+    assert metrics.answered_from == (best,)
+    alone = engine.generate(QUESTION, [LONGER[best]], policy=BestFew(1), max_new_tokens=6)
+    assert answer.token_ids == alone.token_ids
+    assert metrics.relevance == pytest.approx(reading.relevance, abs=0.01)
+    assert metrics.read_chunks == 3
+    assert metrics.read_tokens == reading.read_tokens
+    assert metrics.computed_tokens >= metrics.read_tokens + metrics.query_tokens - 1
+    assert 0 < metrics.read < metrics.ttft
+    explained = engine.explain(QUESTION, LONGER, policy=BestRead(1))
+    assert explained.answered_from == (best,)
+
+
+def test_law_without_scores_no_order_of_chunks_changes_the_answer() -> None:
+    engine = make_engine("qwen2")
+    engine.add(LONGER)
+    seen: set[Any] = set()
+    for order in permutations(range(3)):
+        texts = [LONGER[number] for number in order]
+        answer = engine.generate(QUESTION, texts, policy=BestRead(2), max_new_tokens=6)
+        used = tuple(texts[number] for number in answer.metrics.answered_from)
+        seen.add((used, answer.token_ids))
+    assert len(seen) == 1
+
+
+def test_streams_batches_and_conversations_choose_alike() -> None:
+    engine = make_engine("qwen2")
+    options: Any = {"policy": BestRead(1), "max_new_tokens": 6}
+    answer = engine.generate(QUESTION, LONGER, **options)
+    stream = engine.stream(QUESTION, LONGER, **options)
+    assert "".join(stream) == answer.text
+    assert stream.metrics.relevance == answer.metrics.relevance
+    batch = engine.generate_batch([(QUESTION, LONGER), (LONG_QUESTION, LONGER)], **options)
+    assert batch[0].token_ids == answer.token_ids
+    assert batch[0].metrics.relevance == pytest.approx(answer.metrics.relevance, abs=0.01)
+    # What is asked by itself is read, and no turn before it.
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "No."}]
+    told = engine.generate(
+        f"Be brief. {QUESTION}", LONGER, asked=QUESTION, history=turns, **options
+    )
+    assert told.metrics.relevance == pytest.approx(answer.metrics.relevance, abs=0.01)
+
+
+def test_no_more_is_read_than_a_quarter_of_a_full_prefill() -> None:
+    engine = make_engine("qwen2")
+    scores = [0.1, 0.2, 0.9]
+    metrics = engine.generate(
+        LONG_QUESTION, TEXTS, scores=scores, policy=BestRead(1), max_new_tokens=1
+    ).metrics
+    ids = engine.tokenize(LONG_QUESTION, TEXTS)
+    assert 0 < metrics.read_tokens <= len(ids.all) / 4
+    # The one that the retriever finds best, by which nothing can be compared.
+    assert metrics.read_chunks <= 1
+    assert metrics.answered_from == (2,)
+    nothing = engine.generate("Who? " * 30, TEXTS, policy=BestRead(1), max_new_tokens=1).metrics
+    assert (nothing.read_tokens, nothing.relevance) == (0, ())
+
+
+def test_a_stopped_question_says_nothing() -> None:
+    engine = make_engine("qwen2")
+    cancelled = threading.Event()
+    cancelled.set()
+    answer = engine.generate(QUESTION, LONGER, policy=BestRead(), cancelled=cancelled)
+    assert (answer.text, answer.finish_reason) == ("", "length")
+
+
+def test_what_is_read_is_needed_before() -> None:
+    engine = make_engine("qwen2")
+    assert len(engine.needed(LONGER, BestRead(1), question=QUESTION)) == 3
+    assert len(engine.needed(LONGER, BestFew(1), question=QUESTION)) == 1

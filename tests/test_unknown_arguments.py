@@ -20,6 +20,7 @@ MISSPELLED = {
     "Auxiliary": "engin",
     "BestFew": "coutn",
     "BestLast": "shar",
+    "BestRead": "cuont",
     "CacheBlend": "ratoi",
     "CacheClip": "auxilary",
     "DiskStore": "max_byte",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import Ape as Ape
     from kvcache_rag.policies import BestFew as BestFew
     from kvcache_rag.policies import BestLast as BestLast
+    from kvcache_rag.policies import BestRead as BestRead
     from kvcache_rag.policies import CacheBlend as CacheBlend
     from kvcache_rag.policies import CacheClip as CacheClip
     from kvcache_rag.policies import Combination as Combination

@@ -43,7 +43,7 @@ from kvcache_rag.generation.request import (
     listed_questions,
     retrieved_chunks,
 )
-from kvcache_rag.generation.runner import Runner
+from kvcache_rag.generation.runner import Runner, unsaid
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
@@ -467,10 +467,10 @@ class Engine(NamedArguments):
         _ = bound.capturing
         policy = given_policy(policy) or bound.guard.policy
         chunks = listed_chunks(chunks)
-        brought = policy.plan(retrieved_chunks(question, chunks, scores)).brought
-        if not bound.guard.reuses(policy, len(brought)):
+        needed = policy.needs(retrieved_chunks(question, chunks, scores))
+        if not bound.guard.reuses(policy, len(needed)):
             return []
-        planned = bound.planner.chunks(chunks, only=brought)
+        planned = bound.planner.chunks(chunks, only=needed)
         if policy.joint and bound.joint is not None:
             planned = [*bound.joint.joined(planned)]
         return [chunk.key for chunk in planned]
@@ -828,8 +828,9 @@ class Engine(NamedArguments):
         }
 
         def run(bound: Bound, planned: Sequence[Planned]) -> Explained:
+            (read,) = bound.read(planned)
             with torch.inference_mode():
-                return explained(bound.runner, planned[0].asked, planned[0].request)
+                return explained(bound.runner, read.asked, read.request)
 
         return self._held([Question(question, listed_chunks(chunks), options)], run)()
 
@@ -887,11 +888,11 @@ class Engine(NamedArguments):
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
 
         def run(bound: Bound, planned: Sequence[Planned]) -> Tensor:
-            request = planned[0].request
-            read = replace(
+            request = bound.read(planned)[0].request
+            asked = replace(
                 request, query=(*request.query, *answer_ids), answer_tokens=len(answer_ids)
             )
-            prompt = bound.runner.prompt(read, 0, "")
+            prompt = bound.runner.prompt(asked, 0, "")
             return bound.runner.logits([prompt], len(prompt.query) - prompt.fresh_tokens)[0]
 
         return self._held([Question(question, listed_chunks(chunks), options)], run)()
@@ -913,7 +914,11 @@ class Engine(NamedArguments):
             emit: Emit | None,
             cancelled: threading.Event | None,
         ) -> list[Answer]:
-            requests, runner = [one.request for one in planned], bound.runner
+            runner = bound.runner
+            try:
+                requests = [one.request for one in bound.read(planned, cancelled)]
+            except StoppedError:
+                return [unsaid(one.request) for one in planned]
             with telemetry.watched(runner, requests) as answers:
                 if len(requests) == 1:
                     answers.append(runner.run(requests[0], emit, cancelled))

@@ -67,6 +67,11 @@ class Metrics:
         references: Chunks given by a reference that holds, whose text was not tokenised.
         dropped_chunks: Chunks left out because the prompt would not fit.
         unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
+        read: Part of `ttft`: reading the question behind chunks, to choose among them.
+        read_chunks: Chunks behind which it was read, each alone (`BestRead`).
+        read_tokens: Tokens that were computed for that.
+        relevance: Per chunk, as they were given, how much likelier it makes the question, in nats;
+            None for one that was not read.  () if none was.
         continued_tokens: Tokens behind the chunks that were brought which were not computed either,
             as one of the last prompts began alike; in a full prefill, of the whole prompt.
         answered_from: Numbers of the chunks that the answer was computed from, as they were given,
@@ -109,6 +114,10 @@ class Metrics:
     unused_chunks: int = 0
     answered_from: tuple[int, ...] = ()
     continued_tokens: int = 0
+    read: float = 0.0
+    read_chunks: int = 0
+    read_tokens: int = 0
+    relevance: tuple[float | None, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,7 +130,8 @@ class Metrics:
         """Tokens of the prompt that the model computed, without a prefix that is reused."""
         chunks = self.prefilled_tokens + self.recomputed_tokens + self.fresh_tokens
         prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
-        return chunks + self.query_tokens + prefix - self.continued_tokens
+        computed = chunks + self.query_tokens + prefix + self.read_tokens
+        return computed - self.continued_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for response metadata; with the sums of tokens."""
@@ -129,6 +139,7 @@ class Metrics:
             **asdict(self),
             "missed": [asdict(miss) for miss in self.missed],
             "answered_from": [*self.answered_from],
+            "relevance": [*self.relevance],
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.computed_tokens,
         }

@@ -293,7 +293,7 @@ class Prefetcher:
         given, scores, question = prefetch.chunks, prefetch.scores, prefetch.question
         keys = engine.needed(given, policy, scores, question=question)
         found = retrieved_chunks(question, given, scores)
-        chunks = [given[at] for at in policy.plan(found).brought]
+        chunks = [given[at] for at in policy.needs(found)]
         if len(keys) == len(given) and chunks == [*given]:
             prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:

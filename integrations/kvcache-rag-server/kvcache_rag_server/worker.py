@@ -48,13 +48,14 @@ def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
 
 
 def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
-    """Chunks of a request that its policy would answer from."""
+    """Chunks of a request that its policy would answer from; all, if it reads them first."""
     policy = work.policy or engine.policy
     with suppress(InvalidInputError):  # which its answer will tell
         policy, _ = engine._bound.guard.gated(policy, has_chunks=bool(work.chunks))
     found = retrieved_chunks(work.question, work.chunks, work.scores)
     plan = policy.plan(found)
-    is_all = plan.others is None  # in the order in which they were given
+    # In the order in which they were given.
+    is_all = plan.others is None or bool(policy.wants(found))
     return work.chunks if is_all else tuple(work.chunks[at] for at in plan.order)
 
 

@@ -449,7 +449,7 @@ def _brought(
         texts = found.setdefault(cell.codec, {})
         for one in questions:
             retrieved = Retrieved(one.question, one.chunks, one.scores or None)
-            places = cell.policy.plan(retrieved).brought
+            places = cell.policy.needs(retrieved)
             texts.update(dict.fromkeys(one.chunks[place] for place in places))
     return found
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.joint import Combinations
 from kvcache_rag.generation.reading import ChunkReader, ToRead
-from kvcache_rag.generation.request import StoredChunk
+from kvcache_rag.generation.request import Read, StoredChunk
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Mapping, Sequence
 
     from typing_extensions import Self
@@ -37,12 +38,14 @@ class Question:
         chunks: What it is answered from, best first.
         options: Further arguments of `Planner.request`, or of `Planner.completion`.
         is_completion: Whether the text is continued.
+        read: What the model said of the chunks, as far as a policy wanted to know.
     """
 
     text: str
     chunks: Sequence[ChunkInput] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     is_completion: bool = False
+    read: Read = field(default_factory=Read)
 
     def by_text(self) -> Question:
         """The same, with no reference that says how long a chunk is whose text is known."""
@@ -60,10 +63,12 @@ class Planned:
     Attributes:
         request: With the chunks as the policy wants them.
         asked: The same with the chunks as the caller named them, one by one.
+        question: It.
     """
 
     request: Request
     asked: Request
+    question: Question
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +185,36 @@ class Bound:
         """Reads questions behind single chunks; whoever uses it holds the model."""
         return ChunkReader(self.runner)
 
+    def read(
+        self, planned: Sequence[Planned], cancelled: threading.Event | None = None
+    ) -> list[Planned]:
+        """The same, planned again by what their policies want the model to read before.
+
+        For whoever holds the model.
+
+        Raises:
+            StoppedError: If it was cancelled.
+        """
+        return [self._planned_by_reading(one, cancelled) for one in planned]
+
+    def _planned_by_reading(self, planned: Planned, cancelled: threading.Event | None) -> Planned:
+        question, started = planned.question, planned.request.started
+        while planned.request.wants:
+            read = self.reader.further(planned.request, self._readable(planned), cancelled)
+            planned = self._planned(replace(question, read=read))
+        request = replace(planned.request, started=started)
+        return replace(planned, request=request, asked=replace(planned.asked, started=started))
+
+    def _readable(self, planned: Planned) -> ToRead | None:
+        """What a request is read by; None if nobody says what is asked."""
+        request = planned.request
+        turns = (turn["content"] for turn in reversed(request.history) if turn["role"] == "user")
+        asked = request.asked.strip() or next(turns, "").strip()
+        if not asked:
+            return None
+        chunks = self.planner.chunks(planned.question.chunks, any_length=True)
+        return ToRead(self.renderer.asked_ids(asked), tuple(chunks))
+
     def to_read(self, question: str, chunks: Sequence[ChunkInput]) -> ToRead:
         """Check, tokenise and address a question and the chunks that it is read behind.
 
@@ -217,15 +252,15 @@ class Bound:
     def _planned(self, question: Question) -> Planned:
         if question.is_completion:
             request = self.planner.completion(question.text, **question.options)
-            return Planned(request, request)
+            return Planned(request, request, question)
         wanted = given_policy(question.options.get("policy")) or self.guard.policy
         policy, note = self.guard.gated(wanted, has_chunks=bool(question.chunks))
-        options = {**question.options, "policy": policy}
+        options = {**question.options, "policy": policy, "read": question.read}
         asked = self.planner.request(question.text, question.chunks, **options)
         asked = self.guard.admitted(replace(asked, gate=note))
         if self.joint is None or not asked.policy.joint:
-            return Planned(asked, asked)
-        return Planned(self.joint.arranged(asked), asked)
+            return Planned(asked, asked, question)
+        return Planned(self.joint.arranged(asked), asked, question)
 
 
 def loader_of(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvcache_rag.generation.context import Prompt
-from kvcache_rag.generation.request import Request
+from kvcache_rag.generation.request import Read, Request
 from kvcache_rag.policies import FullRecompute, Reuse
 
 if TYPE_CHECKING:
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.generation.runner import Runner
+    from kvcache_rag.policies.relevance import Numbers
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.prompt.renderer import AskedIds
 
+SHARE: Final = 0.25
+"""Tokens that are read before an answer, as a part of those of a full prefill of all chunks."""
 _LOGITS: Final = 128 << 20  # bytes of a pass in float32
 _CONTEXTS: Final = 256 << 20  # bytes of keys and values of a pass
 
@@ -90,6 +93,51 @@ class ChunkReader:
         return Reading(
             tuple(likelihoods), without, wanted.asked.count, rows * len(wanted.asked.ids)
         )
+
+    def further(
+        self, request: Request, wanted: ToRead | None, cancelled: threading.Event | None
+    ) -> Read:
+        """What was read for a request, and what it wants to know besides, as far as that is cheap.
+
+        All that is read has at most `SHARE` of the tokens of a full prefill of all chunks; what
+        its policy wants most is read first.
+
+        Args:
+            request: Planned by what was read so far.
+            wanted: Its question and chunks; None if nobody says what is asked.
+            cancelled: Stops it once set.
+
+        Raises:
+            StoppedError: If it was cancelled.
+        """
+        begun, before = time.perf_counter(), request.read
+        contexts: dict[Numbers, Sequence[ContextChunk]] = {}
+        cost = 0
+        if wanted is not None:
+            chunks, cost = wanted.chunks, len(wanted.asked.ids)
+            whole = self._prefix + sum(map(len, chunks)) + len(request.query)
+            room = int(SHARE * whole) - before.tokens
+            for numbers in request.wants:
+                context = [chunks[number] for number in numbers]
+                fits = self._prefix + sum(map(len, context)) + cost <= self._runner.window
+                if fits and (len(contexts) + 1) * cost <= room:
+                    contexts[numbers] = context
+        said = (
+            self.likelihoods([*contexts.values()], wanted.asked, cancelled)
+            if wanted is not None and contexts
+            else []
+        )
+        known = {**before.likelihoods, **dict.fromkeys(request.wants)}
+        return Read(
+            {**known, **dict(zip(contexts, said, strict=True))},
+            before.chunks + sum(1 for numbers in contexts if len(numbers) == 1),
+            before.tokens + len(contexts) * cost,
+            before.seconds + time.perf_counter() - begun,
+        )
+
+    @property
+    def _prefix(self) -> int:
+        return len(self._runner.renderer.prefix_ids)
 
     def likelihoods(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvcache_rag.metrics import MissReason
+    from kvcache_rag.policies.relevance import Numbers
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.prompt.template import Message
@@ -77,6 +78,34 @@ the one before."""
 
 
 @dataclass(frozen=True)
+class Read:
+    """What the model said of chunks before it was decided which are answered from.
+
+    Attributes:
+        likelihoods: Of the question behind contexts of chunks, by their numbers, in nats; None for
+            one that would have cost too much.
+        chunks: How many chunks were read alone.
+        tokens: Computed for it.
+        seconds: It took.
+    """
+
+    likelihoods: Mapping[Numbers, float | None] = field(default_factory=dict)
+    chunks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def relevance(self) -> dict[int, float]:
+        """By a chunk's number how much likelier it makes the question, in nats."""
+        without = self.likelihoods.get(())
+        return {
+            context[0]: said - without
+            for context, said in sorted(self.likelihoods.items())
+            if len(context) == 1 and said is not None and without is not None
+        }
+
+
+@dataclass(frozen=True)
 class Request:
     """A question ready to be answered.
 
@@ -101,6 +130,11 @@ class Request:
         references: Chunks whose reference holds, carried into the metrics.
         answer_tokens: How many of the last ids of the query are an answer that is read.
         unused_chunks: Chunks left out because the policy answers from better ones.
+        asked: What is asked, by itself.
+        given: How many chunks there were.
+        wants: Chunks, by their numbers, behind which that is to be read before the policy plans
+            again (`ReusePolicy.wants`).
+        read: What was read.
     """
 
     question: str
@@ -122,6 +156,16 @@ class Request:
     references: int = 0
     answer_tokens: int = 0
     unused_chunks: int = 0
+    asked: str = ""
+    given: int = 0
+    wants: tuple[Numbers, ...] = ()
+    read: Read = field(default_factory=Read)
+
+    @property
+    def relevance(self) -> tuple[float | None, ...]:
+        """Per chunk, as they were given, how much likelier it makes the question, in nats."""
+        found = self.read.relevance
+        return tuple(map(found.get, range(self.given))) if found else ()
 
     def by_full_prefill(self) -> Request:
         """The same, with everything computed."""
@@ -138,13 +182,16 @@ def listed_chunks(chunks: Iterable[ChunkInput] | None) -> list[ChunkInput]:
 
 
 def retrieved_chunks(
-    question: str, chunks: Sequence[ChunkInput], scores: Sequence[float] | None
+    question: str,
+    chunks: Sequence[ChunkInput],
+    scores: Sequence[float] | None,
+    read: Mapping[Numbers, float | None] | None = None,
 ) -> Retrieved:
     """What a policy may choose by; raises `InvalidInputError` for scores that are none."""
     given = [chunk.text if isinstance(chunk, StoredChunk) else chunk for chunk in chunks]
     texts = (text if isinstance(text, str) else "" for text in given)
     known = None if scores is None else ranking(scores, len(chunks))
-    return Retrieved(question, tuple(texts), known)
+    return Retrieved(question, tuple(texts), known, read or {})
 
 
 def listed_questions(questions: Iterable[Asked]) -> list[Asked]:
@@ -215,6 +262,7 @@ class Planner:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
+        read: Read | None = None,
         **options: Any,
     ) -> Request:
         """Check, tokenise and split a question.
@@ -239,6 +287,7 @@ class Planner:
             chat_template_kwargs: Values of the chat template's variables, for this question.
             skip_special_tokens: Off, the answer's text has its control tokens, for who reads calls
                 of tools out of it.
+            read: What the model said of the chunks, as far as the policy wanted to know.
             options: Further arguments of transformers' `generate()`.
         """
         started = time.perf_counter()
@@ -259,7 +308,8 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
-        retrieved = retrieved_chunks(asked or question, given, scores)
+        read = read or Read()
+        retrieved = retrieved_chunks(asked or question, given, scores, read.likelihoods)
         plan = policy.plan(retrieved)
         chooses = plan.others is not None
         if overflow == "refine" and (tools or not question.strip() or chooses):
@@ -318,6 +368,10 @@ class Planner:
             # What came by text has its ids.
             references=len(context) - sum(map(bool, map(attrgetter("ids"), context))),
             unused_chunks=len(given) - len(context) - too_long,
+            asked=asked or question,
+            given=len(given),
+            wants=policy.wants(retrieved),
+            read=read,
         )
 
     def completion(

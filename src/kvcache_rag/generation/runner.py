@@ -134,7 +134,7 @@ class Runner:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        answer, begun = _unsaid(request), request.started
+        answer, begun = unsaid(request), request.started
         last = len(request.rounds) - 1
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
@@ -242,7 +242,7 @@ class Runner:
                 cancelled,
             )
         except StoppedError:
-            return [_unsaid(prompt.request) for prompt in prompts]
+            return [unsaid(prompt.request) for prompt in prompts]
 
     def logits(
         self,
@@ -425,13 +425,17 @@ class Runner:
             "prefix_mismatch": request.prefix_mismatch,
             "gate": request.gate,
             "references": request.references,
+            "read": request.read.seconds,
+            "read_chunks": request.read.chunks,
+            "read_tokens": request.read.tokens,
+            "relevance": request.relevance,
             **context.costs(row),
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
 
 
-def _unsaid(request: Request) -> Answer:
+def unsaid(request: Request) -> Answer:
     """An answer that was cancelled before anything of it was said."""
     metrics = Metrics(policy=repr(request.policy), gate=request.gate)
     return Answer("", metrics, finish_reason="length")

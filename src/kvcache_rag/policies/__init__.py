@@ -4,6 +4,7 @@ from kvcache_rag.policies.ape import Ape
 from kvcache_rag.policies.base import ReusePolicy, Scorer
 from kvcache_rag.policies.bestfew import BestFew
 from kvcache_rag.policies.bestlast import BestLast
+from kvcache_rag.policies.bestread import BestRead
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
@@ -16,6 +17,7 @@ __all__ = [
     "Ape",
     "BestFew",
     "BestLast",
+    "BestRead",
     "CacheBlend",
     "CacheClip",
     "Combination",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 POLICY_NAMES = listed(
-    *(FullRecompute, Reuse, BestFew, BestLast, ProphetKV, LegoLink, CacheBlend, CacheClip, Ape),
-    Combination,
+    *(FullRecompute, Reuse, BestFew, BestLast, BestRead, ProphetKV, LegoLink, CacheBlend),
+    *(CacheClip, Ape, Combination),
 )
 """The names that `policy_by_name` knows, in the order in which messages list them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.relevance import Retrieved
+    from kvcache_rag.policies.relevance import Numbers, Retrieved
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
@@ -150,9 +150,27 @@ class ReusePolicy(NamedArguments, ABC):
     def plan(self, retrieved: Retrieved) -> Plan:
         """Which chunks are answered from, in which order, and which are computed with the query.
 
-        It is asked again for what fits the window, and can be for scores that are known later.
+        It is asked again for what fits the window, and when what it wants has been read.
         """
         return Plan(tuple(range(len(retrieved))))
+
+    def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
+        """What the model is to read the question behind, before `plan` is asked again.
+
+        Returns:
+            Contexts that are not in `retrieved.read` yet, those that matter most first: what would
+            cost too much is left out (`generation/reading.py`).  () for nothing more.
+        """
+        return ()
+
+    def needs(self, retrieved: Retrieved) -> Numbers:
+        """Chunks whose keys and values an answer looks for: all that are read, else those brought.
+
+        Returns:
+            Numbers, in prompt order as far as that is known.
+        """
+        read = {number for context in self.wants(retrieved) for number in context}
+        return tuple(sorted(read)) if read else self.plan(retrieved).brought
 
     @abstractmethod
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # Kana and Han, which have no spaces between words.
 _UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -28,6 +28,9 @@ _SATURATION, _LENGTH = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza 2009, 3.1)."""
 _UNSCORED: Final = 0.25
 """How much the order of chunks without scores weighs; it may be anything, or best first."""
+Numbers: TypeAlias = tuple[int, ...]
+"""Chunks by their numbers, in prompt order."""
+
 _EQUAL: Final = 1e-9
 """Values whose standard deviation is this part of the largest one differ by rounding alone."""
 
@@ -41,11 +44,15 @@ class Retrieved:
         texts: Of the chunks; "" of one that is known by its key alone.
         scores: Of each chunk, by who retrieved them; higher is better.  None: the best stands
             first, if anybody knows.
+        read: What the model itself said of contexts of these chunks, as far as it was asked
+            (`ReusePolicy.wants`): the likelihood of the question behind each, in nats; None for one
+            that would have cost too much.
     """
 
     question: str
     texts: tuple[str, ...]
     scores: Sequence[float] | None = None
+    read: Mapping[Numbers, float | None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -54,19 +61,33 @@ class Retrieved:
     def only(self, indices: Sequence[int]) -> Retrieved:
         """Some of the chunks, in this order."""
         scores = None if self.scores is None else tuple(map(self.scores.__getitem__, indices))
-        return Retrieved(self.question, tuple(map(self.texts.__getitem__, indices)), scores)
+        places = {index: place for place, index in enumerate(indices)}
+        read = {
+            tuple(map(places.__getitem__, context)): said
+            for context, said in self.read.items()
+            if places.keys() >= {*context}
+        }
+        texts = tuple(map(self.texts.__getitem__, indices))
+        return replace(self, texts=texts, scores=scores, read=read)
 
     @cached_property
     def relevance(self) -> tuple[float, ...]:
         """How well each chunk matches, in standard deviations; the same for scores a·s + b."""
-        words = _standardised(self._words.scores)
         if self.scores is None:
-            order = (_UNSCORED * one for one in _standardised(range(0, -len(self), -1)))
-            return tuple(map(add, order, words))
+            order = (_UNSCORED * one for one in standardised(range(0, -len(self), -1)))
+            return tuple(map(add, order, self.without_order))
+        words = standardised(self._words.scores)
         # Beside scores words count as far as the chunks have them: of another language it is a few
         # names.
         found = (self._words.known * one for one in words)
-        return tuple(map(add, _standardised(self.scores), found))
+        return tuple(map(add, standardised(self.scores), found))
+
+    @cached_property
+    def without_order(self) -> tuple[float, ...]:
+        """The same where the order in which chunks were given says nothing."""
+        if self.scores is not None:
+            return self.relevance
+        return tuple(standardised(self._words.scores))
 
     def ranked(self) -> tuple[int, ...]:
         """Numbers of the chunks, best first; of equal ones, the first is better."""
@@ -128,7 +149,7 @@ class _Words:
         return found
 
 
-def _standardised(values: Sequence[float]) -> list[float]:
+def standardised(values: Sequence[float]) -> list[float]:
     """Mean 0 and standard deviation 1; of equal values, zeros."""
     largest = max(map(abs, values), default=0.0)
     # Of values up to 1 no square is too large or too small for a float.

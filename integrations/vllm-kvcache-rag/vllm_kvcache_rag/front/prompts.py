@@ -112,6 +112,11 @@ class Prompts:
                 "composite or full"
             )
         question = grounded(self, work)[0]
+        if policy.wants(Retrieved(question, tuple(chunks), work.scores)):
+            raise InvalidInputError(
+                f"{policy!r} reads the question behind every document, for which vLLM would "
+                "compute all of them anew; ask for bestfew"
+            )
         plan = policy.plan(Retrieved(question, tuple(chunks), work.scores))
         order, kept = plan.order, len(plan.brought)
         renderer = self._renderer.in_namespace(work.namespace)

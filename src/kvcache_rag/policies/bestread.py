@@ -1,0 +1,68 @@
+"""Answer from the chunks that the model itself finds the question likeliest behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import add
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcache_rag.policies.base import PlainReuse, Plan
+from kvcache_rag.policies.bestfew import MOST, NEAR
+from kvcache_rag.policies.checks import checked_count
+from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.relevance import standardised
+
+if TYPE_CHECKING:
+    from kvcache_rag.policies.relevance import Numbers, Retrieved
+
+
+@dataclass(frozen=True)
+class BestRead(PlainReuse):
+    """Read the question behind every chunk, and answer from those that make it likeliest.
+
+    The likelihood of a question behind a document ranks documents without any retriever (UPR,
+    Sachan et al. 2022, arXiv 2204.07496, section 2.2).  Out of its cache a chunk by itself is
+    exact, so reading costs the question's tokens a chunk.  What is answered from is brought as by
+    `BestFew`: the best chunk as it is stored, the others computed behind it.
+
+    Attributes:
+        count: How many; None for the best one and those that are near to it, three at most.
+    """
+
+    name: ClassVar[str] = "bestread"
+    _forms = (Form("bestread[:COUNT]", lambda words: BestRead(*words.numbers(int))),)
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            checked_count("count", self.count)
+
+    def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
+        """Every chunk alone, those that are known to match best first, and none."""
+        first, *others = ((one,) for one in self._ranked(retrieved)) if len(retrieved) else ((),)
+        every: tuple[Numbers, ...] = (first, (), *others)
+        return tuple(one for one in dict.fromkeys(every) if one not in retrieved.read)
+
+    def plan(self, retrieved: Retrieved) -> Plan:
+        """The best first, where it was prefilled; the others of the few are computed behind it."""
+        ranked, relevance = self._ranked(retrieved), self.relevance(retrieved)
+        few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR]
+        count = min(len(ranked), len(few) if self.count is None else self.count)
+        return Plan(ranked[:count], max(0, count - 1), ranked[count:])
+
+    def _ranked(self, retrieved: Retrieved) -> Numbers:
+        """Numbers of the chunks, best first, whatever order they were given in."""
+        relevance = self.relevance(retrieved)
+        return tuple(
+            sorted(range(len(retrieved)), key=lambda one: (-relevance[one], retrieved.texts[one]))
+        )
+
+    def relevance(self, retrieved: Retrieved) -> list[float]:
+        """By the retriever's scores, words and reading, in standard deviations of each."""
+        read = [retrieved.read.get((one,)) for one in range(len(retrieved))]
+        known = [one for one in read if one is not None]
+        if not known:
+            return [*retrieved.without_order]
+        lowest = min(known)  # of what was not read
+        said = standardised([lowest if one is None else one for one in read])
+        return list(map(add, retrieved.without_order, said))
