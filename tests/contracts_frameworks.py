@@ -173,6 +173,16 @@ class Framework(ABC):
         """What is said once tools found documents, by every form in which tools hand them on."""
 
     @abstractmethod
+    def reranker(self, llm: Any, **options: Any) -> Any:
+        """A `KVCacheRerank`."""
+
+    @abstractmethod
+    async def reranked(
+        self, reranker: Any, question: str, documents: Sequence[Any]
+    ) -> list[list[tuple[str, Any]]]:
+        """Ids and scores, best first, by every way of asking."""
+
+    @abstractmethod
     def rows(self, llm: Any, folder: Path | None = None) -> Rows:
         """A vector store."""
 
@@ -747,6 +757,62 @@ class RowsContract:
         engine.store.delete(engine.keys(["Second."])[0])
         assert (rows.fill(), prefilled()) == (0, 1)
         assert (rows.fill(), prefilled()) == (0, 0)
+
+
+class RerankContract:
+    """Documents ranked by how likely the question is behind each."""
+
+    framework: ClassVar[Framework]
+
+    @pytest.fixture
+    def given(self) -> list[Any]:
+        return [self.framework.document(text, id_) for id_, (text, _) in NOTES.items()]
+
+    async def test_law_the_scores_are_those_of_the_engine(
+        self, engine: Engine, given: list[Any], prefilled: Any
+    ) -> None:
+        engine.forget_buffer()
+        texts = [text for text, _ in NOTES.values() if text.strip()]
+        expected = engine.read(QUESTION, texts).relevance
+        by_text = dict(zip(texts, expected, strict=True))
+        prefilled()
+        before = [self.framework.seen(one) for one in given]
+        ways = await self.framework.reranked(
+            self.framework.reranker(self.framework.llm(engine)), QUESTION, given
+        )
+        assert len(ways) > 1
+        for ranked in ways:
+            scores = {id_: by_text[text] for id_, (text, _) in NOTES.items() if text.strip()}
+            order = sorted(scores, key=lambda id_: -scores[id_])
+            assert [id_ for id_, _ in ranked] == [*order, "none"]
+            assert [score for _, score in ranked[:-1]] == pytest.approx(
+                [scores[id_] for id_ in order], abs=1e-3
+            )
+        assert prefilled() == 0
+        assert [self.framework.seen(one) for one in given] == before
+
+    async def test_as_many_are_left_as_are_wanted(self, engine: Engine, given: list[Any]) -> None:
+        llm = self.framework.llm(engine)
+        every = (await self.framework.reranked(self.framework.reranker(llm), QUESTION, given))[0]
+        for count in (1, 3, 99):
+            reranker = self.framework.reranker(llm, top_n=count)
+            for ranked in await self.framework.reranked(reranker, QUESTION, given):
+                assert ranked == every[:count]
+        assert await self.framework.reranked(self.framework.reranker(llm), QUESTION, []) == [
+            [] for _ in range(2)
+        ]
+
+    async def test_mistakes_are_told(self, engine: Engine, given: list[Any]) -> None:
+        llm = self.framework.llm(engine)
+        with pytest.raises(InvalidInputError, match="top_n must be at least 1, not 0"):
+            await self.framework.reranked(self.framework.reranker(llm, top_n=0), QUESTION, given)
+        with pytest.raises(InvalidInputError, match="the question is empty"):
+            await self.framework.reranked(self.framework.reranker(llm), " ", given)
+        with pytest.raises(InvalidInputError, match="did you mean top_n"):
+            self.framework.reranker(llm, topn=1)
+        far = self.framework.made(base_url="http://localhost:1")
+        with pytest.raises(InvalidInputError, match="by a model of this process; leave base_url="):
+            await self.framework.reranked(self.framework.reranker(far), QUESTION, given)
 
 
 class ObjectsContract:

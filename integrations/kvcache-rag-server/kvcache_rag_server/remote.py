@@ -412,6 +412,23 @@ class RemoteEngine(Reopened):
         """None of each; raises as `add` does for what cannot be a chunk."""
         return self.add(texts)
 
+    def read(
+        self,
+        question: str,
+        chunks: Sequence[Any],
+        *,
+        cancelled: threading.Event | None = None,
+    ) -> NoReturn:
+        """How likely a question is behind each chunk is not told over HTTP.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(
+            "questions are read behind documents by a model of this process; leave "
+            f"base_url={self.url!r} out for that"
+        )
+
     def reference(self, digest: str, spec: str, tokens: int) -> NoReturn:
         """A key that was noted is of no use here.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from langchain_kvcache_rag.chat_model import ChatKVCache
     from langchain_kvcache_rag.embeddings import HashEmbeddings
     from langchain_kvcache_rag.rag import KVCacheRAG
+    from langchain_kvcache_rag.rerank import KVCacheRerank
     from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "HashEmbeddings",
     "KVCacheChroma",
     "KVCacheRAG",
+    "KVCacheRerank",
     "create_kvcache_rag_chain",
     "document_block",
 ]
@@ -32,6 +34,7 @@ _HOMES = {
     "HashEmbeddings": "embeddings",
     "KVCacheChroma": "vector_store",
     "KVCacheRAG": "rag",
+    "KVCacheRerank": "rerank",
     "create_kvcache_rag_chain": "chain",
     "document_block": "blocks",
 }

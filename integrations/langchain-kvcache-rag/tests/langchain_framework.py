@@ -19,6 +19,7 @@ from langchain_kvcache_rag import (
     ChatKVCache,
     KVCacheChroma,
     KVCacheRAG,
+    KVCacheRerank,
     create_kvcache_rag_chain,
     document_block,
 )
@@ -162,6 +163,18 @@ class LangChain(Framework):
             ):
                 messages += [AIMessage("", tool_calls=calls), answer]
         return [said(llm.invoke(messages)) for messages in forms]
+
+    def reranker(self, llm: Any, **options: Any) -> KVCacheRerank:
+        return KVCacheRerank(llm=llm, **options)
+
+    async def reranked(
+        self, reranker: KVCacheRerank, question: str, documents: Sequence[Any]
+    ) -> list[list[tuple[str, Any]]]:
+        ways = [
+            reranker.compress_documents(documents, question),
+            await reranker.acompress_documents(documents, question),
+        ]
+        return [[(str(one.id), one.metadata.get("relevance_score")) for one in way] for way in ways]
 
     def rows(self, llm: Any, folder: Path | None = None) -> Chroma:
         return Chroma(llm, folder)

@@ -6,7 +6,13 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from contracts_frameworks import AnswersContract, CopiesContract, ObjectsContract, RowsContract
+from contracts_frameworks import (
+    AnswersContract,
+    CopiesContract,
+    ObjectsContract,
+    RerankContract,
+    RowsContract,
+)
 from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.runnables import RunnablePassthrough
@@ -19,6 +25,7 @@ from langchain_kvcache_rag import (
     HashEmbeddings,
     KVCacheChroma,
     KVCacheRAG,
+    KVCacheRerank,
     create_kvcache_rag_chain,
     document_block,
 )
@@ -32,6 +39,10 @@ class TestAnswers(AnswersContract):
 
 
 class TestRows(RowsContract):
+    framework = LangChain()
+
+
+class TestRerank(RerankContract):
     framework = LangChain()
 
 
@@ -61,6 +72,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
         "KVCacheChroma": Row(lambda: store, "sorted(value.get()['documents'])"),
         "KVCacheRAG": Row(
             lambda: rag, f"value.invoke(pickle.loads({pickle.dumps(asked)!r})).content"
+        ),
+        "KVCacheRerank": Row(
+            lambda: KVCacheRerank(llm=llm),
+            "[one.page_content for one in value.compress_documents("
+            f"pickle.loads({pickle.dumps(asked['context'])!r}), {question!r})]",
         ),
         "create_kvcache_rag_chain": Row(
             lambda: whole, f"value.invoke({{'input': {question!r}}})['answer']"

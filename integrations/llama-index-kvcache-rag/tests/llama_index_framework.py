@@ -20,6 +20,7 @@ from llama_index.kvcache_rag import (
     KVCacheChatEngine,
     KVCacheLLM,
     KVCacheQueryEngine,
+    KVCacheRerank,
     KVCacheSynthesizer,
     KVCacheVectorStore,
 )
@@ -184,6 +185,18 @@ class LlamaIndex(Framework):
             ]
         response = llm.chat(messages)
         return [Said(response.message.content or "", response.raw["kv_cache"])]
+
+    def reranker(self, llm: Any, **options: Any) -> KVCacheRerank:
+        return KVCacheRerank(llm=llm, **options)
+
+    async def reranked(
+        self, reranker: KVCacheRerank, question: str, documents: Sequence[Any]
+    ) -> list[list[tuple[str, Any]]]:
+        ways = [
+            reranker.postprocess_nodes(list(documents), query_str=question),
+            await reranker.apostprocess_nodes(list(documents), query_str=question),
+        ]
+        return [[(one.node.node_id, one.score) for one in way] for way in ways]
 
     def rows(self, llm: Any, folder: Path | None = None) -> Chroma:
         return Chroma(llm, folder)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import llama_index.core
 import pytest
-from contracts_frameworks import AnswersContract, CopiesContract, ObjectsContract, RowsContract
+from contracts_frameworks import (
+    AnswersContract,
+    CopiesContract,
+    ObjectsContract,
+    RerankContract,
+    RowsContract,
+)
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_framework import LlamaIndex
@@ -21,6 +27,7 @@ from llama_index.kvcache_rag import (
     KVCacheLLM,
     KVCachePrefill,
     KVCacheQueryEngine,
+    KVCacheRerank,
     KVCacheReuseEvent,
     KVCacheSynthesizer,
     KVCacheVectorStore,
@@ -35,6 +42,10 @@ class TestAnswers(AnswersContract):
 
 
 class TestRows(RowsContract):
+    framework = LlamaIndex()
+
+
+class TestRerank(RerankContract):
     framework = LlamaIndex()
 
 
@@ -81,6 +92,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
             f"value([pickle.loads({pickle.dumps(nodes[0].node)!r})])[0].embedding",
         ),
         "KVCacheQueryEngine": Row(lambda: query_engine, f"str(value.query({question!r}))"),
+        "KVCacheRerank": Row(
+            lambda: KVCacheRerank(llm=llm),
+            "[one.score for one in value.postprocess_nodes("
+            f"pickle.loads({pickle.dumps(nodes)!r}), query_str={question!r})]",
+        ),
         "KVCacheReuseEvent": Row(
             lambda: KVCacheReuseEvent(query_str="?", metrics=response.metadata["kv_cache"])
         ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llama_index.kvcache_rag.ingestion import KVCachePrefill
     from llama_index.kvcache_rag.llm import KVCacheLLM
     from llama_index.kvcache_rag.query_engine import KVCacheQueryEngine
+    from llama_index.kvcache_rag.rerank import KVCacheRerank
     from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
     from llama_index.kvcache_rag.vector_store import KVCacheVectorStore
 
@@ -29,6 +30,7 @@ __all__ = [
     "KVCacheLLM",
     "KVCachePrefill",
     "KVCacheQueryEngine",
+    "KVCacheRerank",
     "KVCacheReuseEvent",
     "KVCacheSynthesizer",
     "KVCacheVectorStore",
@@ -41,6 +43,7 @@ _HOMES = {
     "KVCacheLLM": "llm",
     "KVCachePrefill": "ingestion",
     "KVCacheQueryEngine": "query_engine",
+    "KVCacheRerank": "rerank",
     "KVCacheReuseEvent": "events",
     "KVCacheSynthesizer": "synthesizer",
     "KVCacheVectorStore": "vector_store",

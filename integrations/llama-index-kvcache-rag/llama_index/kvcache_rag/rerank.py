@@ -1,0 +1,96 @@
+"""Rank nodes by how likely the question is behind each, read alone out of its cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle  # pydantic reads it
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import NamedArguments
+from kvcache_rag.generation import cancellable
+from llama_index.kvcache_rag.defaults import kv_llm
+from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
+from llama_index.kvcache_rag.references import chunks_of, llm_text
+
+if TYPE_CHECKING:
+    import threading
+
+_DISPATCHER = get_dispatcher(__name__)
+
+
+class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
+    """Puts nodes first that make the question likeliest, for whatever LLM answers then.
+
+        rerank = KVCacheRerank(llm=KVCacheLLM(model_name="smollm2"), top_n=3)
+        index.as_query_engine(similarity_top_k=20, node_postprocessors=[rerank])
+
+    No reranking model is needed: the language model itself reads the question behind each node
+    (`Engine.read`).  A node that was prefilled costs the question's tokens.  A node's score is how
+    much likelier it makes the question than no node does, in nats: above 0 it says something of
+    what is asked.  Nodes without text keep their scores and come last.
+
+    Attributes:
+        llm: The `KVCacheLLM` that reads; None for `Settings.llm`.
+        top_n: How many nodes are left; None for all.
+    """
+
+    llm: KVCacheLLM | None = None
+    top_n: int | None = None
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised settings."""
+        return "KVCacheRerank"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return self._ranked(nodes, query_bundle)
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return await cancellable(self._ranked, nodes, query_bundle)
+
+    def _ranked(
+        self,
+        nodes: list[NodeWithScore],
+        query: QueryBundle | None,
+        cancelled: threading.Event | None = None,
+    ) -> list[NodeWithScore]:
+        if query is None:
+            raise InvalidInputError(
+                "KVCacheRerank reads a question behind nodes; give query_bundle= or query_str="
+            )
+        if self.top_n is not None and self.top_n < 1:
+            raise InvalidInputError(f"top_n must be at least 1, not {self.top_n}")
+        llm, question = kv_llm(self.llm), query.query_str
+        _DISPATCHER.event(
+            ReRankStartEvent(
+                query=query,
+                nodes=nodes,
+                top_n=self.top_n or len(nodes),
+                model_name=llm.metadata.model_name,
+            )
+        )
+        texts = [llm_text(one.node) for one in nodes]
+        read = [number for number, text in enumerate(texts) if text.strip()]
+        chunks = chunks_of(
+            [nodes[one].node for one in read], [texts[one] for one in read], llm.engine
+        )
+        relevance: tuple[float, ...] = ()
+        if chunks:
+            relevance = llm.engine.read(question, chunks, cancelled=cancelled).relevance
+        scored = [
+            NodeWithScore(node=nodes[one].node, score=score)
+            for one, score in zip(read, relevance, strict=True)
+        ]
+        scored.sort(key=lambda one: one.get_score(), reverse=True)  # equal ones stay as they were
+        silent = [one for one, text in zip(nodes, texts, strict=True) if not text.strip()]
+        ranked = [*scored, *silent][: self.top_n]
+        _DISPATCHER.event(ReRankEndEvent(nodes=ranked))
+        return ranked
