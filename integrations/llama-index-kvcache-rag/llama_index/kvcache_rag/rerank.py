@@ -74,17 +74,16 @@ class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
                 query=query,
                 nodes=nodes,
                 top_n=self.top_n or len(nodes),
-                model_name=llm.metadata.model_name,
+                model_name=str(llm.model_name or ""),
             )
         )
         texts = [llm_text(one.node) for one in nodes]
         read = [number for number, text in enumerate(texts) if text.strip()]
-        chunks = chunks_of(
-            [nodes[one].node for one in read], [texts[one] for one in read], llm.engine
-        )
+        engine = llm.engine
+        chunks = chunks_of([nodes[one].node for one in read], [texts[one] for one in read], engine)
         relevance: tuple[float, ...] = ()
         if chunks:
-            relevance = llm.engine.read(question, chunks, cancelled=cancelled).relevance
+            relevance = engine.read(question, chunks, cancelled=cancelled).relevance
         scored = [
             NodeWithScore(node=nodes[one].node, score=score)
             for one, score in zip(read, relevance, strict=True)
