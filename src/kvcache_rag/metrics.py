@@ -36,6 +36,19 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Relevance:
+    """How likely a question is behind a chunk.
+
+    Attributes:
+        chunk: Its number, as it was given.
+        nats: How much likelier the chunk makes the question than no chunk does; below 0 less.
+    """
+
+    chunk: int
+    nats: float
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Cost of one answer.  Times are seconds, everything else counts.
 
@@ -67,11 +80,10 @@ class Metrics:
         references: Chunks given by a reference that holds, whose text was not tokenised.
         dropped_chunks: Chunks left out because the prompt would not fit.
         unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
-        read: Part of `ttft`: reading the question behind chunks, to choose among them.
+        reading: Part of `ttft`: reading the question behind chunks, to choose among them.
         read_chunks: Chunks behind which it was read, each alone (`BestRead`).
         read_tokens: Tokens that were computed for that.
-        relevance: Per chunk, as they were given, how much likelier it makes the question, in nats;
-            None for one that was not read.  () if none was.
+        relevance: What was found of each of these.
         continued_tokens: Tokens behind the chunks that were brought which were not computed either,
             as one of the last prompts began alike; in a full prefill, of the whole prompt.
         answered_from: Numbers of the chunks that the answer was computed from, as they were given,
@@ -114,10 +126,10 @@ class Metrics:
     unused_chunks: int = 0
     answered_from: tuple[int, ...] = ()
     continued_tokens: int = 0
-    read: float = 0.0
+    reading: float = 0.0
     read_chunks: int = 0
     read_tokens: int = 0
-    relevance: tuple[float | None, ...] = ()
+    relevance: tuple[Relevance, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,7 +151,7 @@ class Metrics:
             **asdict(self),
             "missed": [asdict(miss) for miss in self.missed],
             "answered_from": [*self.answered_from],
-            "relevance": [*self.relevance],
+            "relevance": [asdict(one) for one in self.relevance],
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.computed_tokens,
         }
@@ -163,13 +175,17 @@ class Metrics:
             missed = tuple(
                 miss if isinstance(miss, Miss) else Miss(**miss) for miss in known.pop("missed", ())
             )
+            relevance = tuple(
+                one if isinstance(one, Relevance) else Relevance(**one)
+                for one in known.pop("relevance", ())
+            )
             places = tuple(map(int, known.pop("answered_from", ())))
         except TypeError:
             raise InvalidInputError(
                 "metrics are read out of what Metrics.to_dict() gave, as "
                 f'response.metadata["kv_cache"] is, not out of {values!r:.80}'
             ) from None
-        return cls(**known, missed=missed, answered_from=places)
+        return cls(**known, missed=missed, answered_from=places, relevance=relevance)
 
 
 def summed(metrics: Sequence[Metrics]) -> Metrics:

@@ -88,6 +88,13 @@ class MissedDocument(BaseModel):
     reason: MissReason
 
 
+class ReadDocument(BaseModel):
+    """A document behind which the question was read."""
+
+    chunk: int = Field(description="Its number, from 0.")
+    nats: float = Field(description="How much likelier it makes the question than none does.")
+
+
 class KVCacheReport(BaseModel):
     """What an answer cost; times in seconds, everything else counts (see `Metrics`)."""
 
@@ -127,6 +134,10 @@ class KVCacheReport(BaseModel):
         description="Numbers, from 0, of the documents that the answer was computed from, in the "
         "prompt's order."
     )
+    reading: float = Field(description="Reading the question behind documents, to choose.")
+    read_chunks: int = Field(description="Documents behind which it was read, each alone.")
+    read_tokens: int = Field(description="Tokens computed for that.")
+    relevance: list[ReadDocument]
     rounds: int
     prefix_mismatch: bool = Field(
         description="Whether the system message is not the instruction before the chunks; it then "
@@ -142,6 +153,9 @@ class KVCacheReport(BaseModel):
             name: value for name, value in metrics.to_dict().items() if name in cls.model_fields
         }
         costs["answered_from"] = [numbers[at] for at in metrics.answered_from]
+        costs["relevance"] = [
+            ReadDocument(chunk=numbers[one.chunk], nats=one.nats) for one in metrics.relevance
+        ]
         costs["missed"] = [
             MissedDocument(chunk=numbers[one.chunk], tokens=one.tokens, reason=one.reason)
             for one in metrics.missed

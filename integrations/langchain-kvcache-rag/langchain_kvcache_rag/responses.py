@@ -60,7 +60,10 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     used = [call.documents[at] for at in answer.metrics.answered_from]
     cost = answer.metrics.to_dict()
     cost |= {
-        "missed": [{**one, "chunk": call.documents[one["chunk"]].place} for one in cost["missed"]],
+        **{
+            name: [{**one, "chunk": call.documents[one["chunk"]].place} for one in cost[name]]
+            for name in ("missed", "relevance")
+        },
         "answered_from": [one.place for one in used],
         "answered_from_ids": [one.id for one in used],
         "prompt": call.prompt_kind,

@@ -20,6 +20,7 @@ from kvcache_rag.errors import (
 )
 from kvcache_rag.generation.grammar import is_held
 from kvcache_rag.kv.chunk import ChunkKey
+from kvcache_rag.metrics import Relevance
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.policies.base import Plan
@@ -95,14 +96,14 @@ class Read:
     seconds: float = 0.0
 
     @property
-    def relevance(self) -> dict[int, float]:
-        """By a chunk's number how much likelier it makes the question, in nats."""
+    def relevance(self) -> tuple[Relevance, ...]:
+        """What was found of single chunks, in their order."""
         without = self.likelihoods.get(())
-        return {
-            context[0]: said - without
+        return tuple(
+            Relevance(context[0], said - without)
             for context, said in sorted(self.likelihoods.items())
             if len(context) == 1 and said is not None and without is not None
-        }
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ class Request:
         answer_tokens: How many of the last ids of the query are an answer that is read.
         unused_chunks: Chunks left out because the policy answers from better ones.
         asked: What is asked, by itself.
-        given: How many chunks there were.
         wants: Chunks, by their numbers, behind which that is to be read before the policy plans
             again (`ReusePolicy.wants`).
         read: What was read.
@@ -157,15 +157,8 @@ class Request:
     answer_tokens: int = 0
     unused_chunks: int = 0
     asked: str = ""
-    given: int = 0
     wants: tuple[Numbers, ...] = ()
     read: Read = field(default_factory=Read)
-
-    @property
-    def relevance(self) -> tuple[float | None, ...]:
-        """Per chunk, as they were given, how much likelier it makes the question, in nats."""
-        found = self.read.relevance
-        return tuple(map(found.get, range(self.given))) if found else ()
 
     def by_full_prefill(self) -> Request:
         """The same, with everything computed."""
@@ -369,7 +362,6 @@ class Planner:
             references=len(context) - sum(map(bool, map(attrgetter("ids"), context))),
             unused_chunks=len(given) - len(context) - too_long,
             asked=asked or question,
-            given=len(given),
             wants=policy.wants(retrieved),
             read=read,
         )

@@ -425,10 +425,10 @@ class Runner:
             "prefix_mismatch": request.prefix_mismatch,
             "gate": request.gate,
             "references": request.references,
-            "read": request.read.seconds,
+            "reading": request.read.seconds,
             "read_chunks": request.read.chunks,
             "read_tokens": request.read.tokens,
-            "relevance": request.relevance,
+            "relevance": request.read.relevance,
             **context.costs(row),
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]

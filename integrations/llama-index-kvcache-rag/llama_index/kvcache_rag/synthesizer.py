@@ -331,7 +331,10 @@ class KVCacheSynthesizer(BaseSynthesizer):
         report.update(
             cost,
             answered_from=[task.places[at] for at in cost["answered_from"]],
-            missed=[{**one, "chunk": task.places[one["chunk"]]} for one in cost["missed"]],
+            **{
+                name: [{**one, "chunk": task.places[one["chunk"]]} for one in cost[name]]
+                for name in ("missed", "relevance")
+            },
         )
         dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
 
