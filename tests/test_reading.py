@@ -15,6 +15,7 @@ from zoo import FAMILIES, HYBRIDS, REFUSED
 
 from kvcache_rag import BestFew, BestRead, Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
+from kvcache_rag.generation.request import NONE_SAYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,3 +221,45 @@ def test_what_is_read_is_needed_before() -> None:
     engine = make_engine("qwen2")
     assert len(engine.needed(LONGER, BestRead(1), question=QUESTION)) == 3
     assert len(engine.needed(LONGER, BestFew(1), question=QUESTION)) == 1
+
+
+# ---------------------------------------------------------------------------- none of these says it
+def test_law_none_says_it_where_no_chunk_makes_the_question_likelier() -> None:
+    engine = make_engine("qwen2")
+    best = max(engine.read(QUESTION, LONGER).relevance)
+    for policy in (BestRead(1), BestFew(1), Reuse()):
+        options: Any = {"policy": policy, "max_new_tokens": 4}
+        plain = engine.generate(QUESTION, LONGER, **options)
+        below = engine.generate(QUESTION, LONGER, none_below=best - 0.1, **options)
+        assert below.token_ids == plain.token_ids
+        assert not below.metrics.says_none
+        above = engine.generate(QUESTION, LONGER, none_below=best + 0.1, **options)
+        assert (above.text, above.finish_reason, above.token_ids) == (NONE_SAYS, "stop", ())
+        metrics = above.metrics
+        assert metrics.says_none
+        assert max(nats(above)) == pytest.approx(best, abs=0.01)
+        assert (metrics.computed_tokens, metrics.answered_from) == (metrics.read_tokens, ())
+        stream = engine.stream(QUESTION, LONGER, none_below=best + 0.1, **options)
+        assert [*stream] == [NONE_SAYS]
+    batch = engine.generate_batch(
+        [(QUESTION, LONGER), (QUESTION, []), (QUESTION, LONGER)],
+        none_below=best + 0.1,
+        max_new_tokens=4,
+    )
+    assert [one.metrics.says_none for one in batch] == [True, False, True]
+
+
+def test_an_engine_has_a_threshold_and_an_answer_another_one() -> None:
+    engine = make_engine("qwen2", none_below=1e6)
+    assert engine.generate(QUESTION, LONGER).text == NONE_SAYS
+    assert engine.in_namespace("other").generate(QUESTION, LONGER).text == NONE_SAYS
+    assert engine.generate(QUESTION, LONGER, none_below=-1e6, max_new_tokens=2).text != NONE_SAYS
+    # Without documents, and where nothing could be read, it is answered as ever.
+    assert engine.generate(QUESTION, max_new_tokens=2).text != NONE_SAYS
+    assert engine.complete(QUESTION, max_new_tokens=2).text != NONE_SAYS
+    assert engine.generate("Who? " * 30, TEXTS, max_new_tokens=2).text != NONE_SAYS
+    for wrong in ("3", True, float("nan"), [1]):
+        with pytest.raises(InvalidInputError, match="none_below"):
+            engine.generate(QUESTION, LONGER, none_below=wrong)
+        with pytest.raises(InvalidInputError, match="none_below"):
+            make_engine("qwen2", none_below=wrong)

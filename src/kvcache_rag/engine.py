@@ -38,6 +38,7 @@ from kvcache_rag.generation.request import (
     ChunkInput,
     OtherLengthsError,
     Planner,
+    checked_nats,
     listed_chunks,
     listed_keys,
     listed_questions,
@@ -114,6 +115,7 @@ class Engine(NamedArguments):
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
         prompt_memory: int | None = None,
+        none_below: float | None = None,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -141,6 +143,7 @@ class Engine(NamedArguments):
             gate: As `EngineSettings`; or a `Gate` or a `Verdict`.
             rotation: As `EngineSettings`.
             prompt_memory: As `EngineSettings`.
+            none_below: As `EngineSettings`.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -152,6 +155,7 @@ class Engine(NamedArguments):
         checked_mode(rotation)
         if prompt_memory is not None and prompt_memory < 0:
             raise InvalidInputError(f"prompt_memory must be a number of bytes, not {prompt_memory}")
+        checked_nats(none_below)
         self._adapter = language_model(
             model, packed_attention=packed_attention, window=context_window
         )
@@ -183,7 +187,8 @@ class Engine(NamedArguments):
         renderer = PromptRenderer(self.template, self.tokenizer).in_namespace(self.namespace)
         loader = loader_of(model, self.store, self.combinations, renderer)
         beyond = model.why_no_longer(window, longest)
-        planner = Planner(renderer, None, window, longest, beyond)
+        none_below = self._options["none_below"]
+        planner = Planner(renderer, None, window, longest, beyond, none_below)
         gate = self._options["gate"]
         if loader is not None and gate is not None:
             stores = (self.store, self.combinations)
@@ -227,6 +232,7 @@ class Engine(NamedArguments):
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
         prompt_memory: int | None = None,
+        none_below: float | None = None,
         **unknown: Never,
     ) -> Engine:
         """Load a model and make an engine for it.
@@ -253,6 +259,7 @@ class Engine(NamedArguments):
             gate: Lets policies through.
             rotation: When keys are rotated.
             prompt_memory: Bytes for the last prompts.
+            none_below: Nats below which no chunk says what is asked.
             unknown: None there are.
 
         Raises:
@@ -288,6 +295,7 @@ class Engine(NamedArguments):
             gate=gate,
             rotation=rotation,
             prompt_memory=prompt_memory,
+            none_below=none_below,
         )
 
     def __copy__(self) -> Self:

@@ -84,6 +84,8 @@ class Metrics:
         read_chunks: Chunks behind which it was read, each alone (`BestRead`).
         read_tokens: Tokens that were computed for that.
         relevance: What was found of each of these.
+        says_none: Whether no chunk makes the question likely enough, so that this is the answer
+            (`none_below`).
         continued_tokens: Tokens behind the chunks that were brought which were not computed either,
             as one of the last prompts began alike; in a full prefill, of the whole prompt.
         answered_from: Numbers of the chunks that the answer was computed from, as they were given,
@@ -130,6 +132,7 @@ class Metrics:
     read_chunks: int = 0
     read_tokens: int = 0
     relevance: tuple[Relevance, ...] = ()
+    says_none: bool = False
 
     @property
     def prompt_tokens(self) -> int:

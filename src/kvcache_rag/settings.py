@@ -193,6 +193,10 @@ class EngineOptions(BaseModel):
     prompt_memory: Bytes | None = Field(default=None, ge=0)
     """Memory for keys and values of the last prompts, such as 2GB: a prompt that begins like one of
     them starts behind what they have in common (0: none does); without it that of the last one."""
+    none_below: float | None = Field(default=None, allow_inf_nan=False)
+    """Nats: where no document makes the question likelier by so much, the answer is that none of
+    them says it, and nothing is generated; without it every question is answered
+    (docs/policies.md)."""
     rotation: Literal["auto", "copied", "deferred"] | None = None
     """deferred attends to chunks where they lie in memory, without a copy per answer (on a GPU: in
     `MemoryStore(device=...)`), or `Metrics.not_deferred` says why not; copied never does; auto (if
@@ -435,6 +439,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             gate=self.gate,
             rotation=self.rotation or "auto",
             prompt_memory=self.prompt_memory,
+            none_below=self.none_below,
         )
 
     def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:

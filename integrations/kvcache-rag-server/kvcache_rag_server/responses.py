@@ -138,6 +138,7 @@ class KVCacheReport(BaseModel):
     read_chunks: int = Field(description="Documents behind which it was read, each alone.")
     read_tokens: int = Field(description="Tokens computed for that.")
     relevance: list[ReadDocument]
+    says_none: bool = Field(description="Whether no document says what is asked (--none-below).")
     rounds: int
     prefix_mismatch: bool = Field(
         description="Whether the system message is not the instruction before the chunks; it then "

@@ -25,7 +25,7 @@ MODEL_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("backend", "adapter", "weight_format", "revision", "tokenizer", "device", "dtype"),
     "chunks": ("kv_dir", "kv_max_bytes", "kv_codec", "kv_ttl", "signing_key"),
     "prompts": ("system_prompt", "template", "context_window"),
-    "answers": ("gate", "auxiliary", "rotation", "prompt_memory"),
+    "answers": ("gate", "auxiliary", "rotation", "prompt_memory", "none_below"),
 }
 """Options of `LocalSettings`, but for the model, by what they are about."""
 

@@ -83,6 +83,7 @@ class AnswerOptions(CompletionOptions, total=False):
             is best, where they do not stand best first.
         asked: What is asked, by whose words a policy may choose among the chunks, where the
             question has more in it, such as an instruction or what a tool said.
+        none_below: As of `EngineSettings`, for this answer.
         tools: What the chat template describes.
         chat_template_kwargs: Values of the chat template's variables.
         prefix_mismatch: Noted in the metrics: whether something else was wanted before the chunks.
@@ -93,6 +94,7 @@ class AnswerOptions(CompletionOptions, total=False):
     overflow: Overflow
     scores: Sequence[float] | None
     asked: str
+    none_below: float | None
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     prefix_mismatch: bool

@@ -5,12 +5,13 @@ Nothing is loaded or computed yet; every mistake of a caller is found here.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from numbers import Integral, Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from kvcache_rag.errors import (
     ContextTooLongError,
@@ -105,6 +106,14 @@ class Read:
             if len(context) == 1 and said is not None and without is not None
         )
 
+    def is_below(self, nats: float) -> bool:
+        """Whether chunks were read, and none makes the question so much likelier."""
+        return bool(self.relevance) and all(one.nats < nats for one in self.relevance)
+
+
+NONE_SAYS: Final = "None of the documents says it."
+"""The answer where no chunk makes the question likely enough (`none_below`)."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -134,6 +143,7 @@ class Request:
         asked: What is asked, by itself.
         wants: Chunks, by their numbers, behind which that is to be read before the policy plans
             again (`ReusePolicy.wants`).
+        says_none: Whether no chunk says what is asked, so that `NONE_SAYS` is the answer.
         read: What was read.
     """
 
@@ -158,6 +168,7 @@ class Request:
     unused_chunks: int = 0
     asked: str = ""
     wants: tuple[Numbers, ...] = ()
+    says_none: bool = False
     read: Read = field(default_factory=Read)
 
     def by_full_prefill(self) -> Request:
@@ -230,6 +241,7 @@ class Planner:
         window: Context window in tokens.
         longest: That of a full prefill, which may be longer.
         beyond: Why the window is no longer, the end of a sentence; "" if nobody need be told.
+        none_below: As `none_below` of `request`, where that says nothing.
     """
 
     renderer: PromptRenderer
@@ -237,6 +249,7 @@ class Planner:
     window: int
     longest: int
     beyond: str
+    none_below: float | None = None
 
     def request(
         self,
@@ -256,6 +269,7 @@ class Planner:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
         read: Read | None = None,
+        none_below: float | None = None,
         **options: Any,
     ) -> Request:
         """Check, tokenise and split a question.
@@ -281,6 +295,8 @@ class Planner:
             skip_special_tokens: Off, the answer's text has its control tokens, for who reads calls
                 of tools out of it.
             read: What the model said of the chunks, as far as the policy wanted to know.
+            none_below: Nats by which a chunk has to make the question likelier; where none does,
+                the answer is `NONE_SAYS`.  None for no such condition.
             options: Further arguments of transformers' `generate()`.
         """
         started = time.perf_counter()
@@ -301,7 +317,8 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
-        read = read or Read()
+        read, none_below = read or Read(), checked_nats(none_below)
+        none_below = self.none_below if none_below is None else none_below
         retrieved = retrieved_chunks(asked or question, given, scores, read.likelihoods)
         plan = policy.plan(retrieved)
         chooses = plan.others is not None
@@ -362,8 +379,9 @@ class Planner:
             references=len(context) - sum(map(bool, map(attrgetter("ids"), context))),
             unused_chunks=len(given) - len(context) - too_long,
             asked=asked or question,
-            wants=policy.wants(retrieved),
+            wants=_wanted(policy, retrieved, none_below),
             read=read,
+            says_none=none_below is not None and read.is_below(none_below),
         )
 
     def completion(
@@ -563,6 +581,18 @@ def _again(
     return Plan(tuple(range(len(chunks))), max(0, len(chunks) - len(plan.brought)))
 
 
+def _wanted(
+    policy: ReusePolicy, retrieved: Retrieved, none_below: float | None
+) -> tuple[Numbers, ...]:
+    """What is read before an answer: for its policy, and to see whether any chunk says it."""
+    wanted = policy.wants(retrieved)
+    if none_below is None or not len(retrieved):
+        return wanted
+    alone = ((one,) for one in retrieved.ranked())
+    every: tuple[Numbers, ...] = (*wanted, (), *alone)
+    return tuple(one for one in dict.fromkeys(every) if one not in retrieved.read)
+
+
 def _asks(turns: Sequence[Mapping[str, Any]]) -> bool:
     """Whether turns end with what is to be answered without a question behind it."""
     return bool(turns) and turns[-1]["role"] == "tool"
@@ -659,6 +689,14 @@ def checked_stop(stop: Sequence[str] | str | None) -> tuple[str, ...]:
     ):
         raise InvalidInputError(f"stop must be a list of texts that are not empty, not {stop!r}")
     return tuple(strings)
+
+
+def checked_nats(nats: object) -> float | None:
+    """A finite number, or None; raises `InvalidInputError` if it is neither."""
+    is_number = isinstance(nats, Real) and not isinstance(nats, bool)
+    if nats is None or (isinstance(nats, Real) and is_number and math.isfinite(nats)):
+        return None if nats is None else float(nats)
+    raise InvalidInputError(f"none_below must be a number of nats, not {nats!r}")
 
 
 def checked_new_tokens(count: object) -> int:

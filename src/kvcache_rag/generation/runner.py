@@ -21,7 +21,7 @@ from kvcache_rag.generation.context import (
     Prompt,
 )
 from kvcache_rag.generation.prompt_memory import PromptMemory
-from kvcache_rag.generation.request import OtherLengthsError
+from kvcache_rag.generation.request import NONE_SAYS, OtherLengthsError
 from kvcache_rag.generation.text_decoder import TextDecoder
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
@@ -134,6 +134,8 @@ class Runner:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
+        if request.says_none:
+            return _none_says(request, emit)
         answer, begun = unsaid(request), request.started
         last = len(request.rounds) - 1
         for number in range(last + 1):
@@ -157,6 +159,13 @@ class Runner:
         self, requests: Sequence[Request], cancelled: threading.Event | None = None
     ) -> list[Answer]:
         """Answer several requests of one policy, of one round each, in one left-padded batch."""
+        if any(request.says_none for request in requests):
+            others = [request for request in requests if not request.says_none]
+            answers = iter(self.run_batch(others, cancelled))
+            return [
+                _none_says(request, None) if request.says_none else next(answers)
+                for request in requests
+            ]
         if self.model.layout is not None and not self.model.layout.groups:
             # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
             return [self.run(request, None, cancelled) for request in requests]
@@ -433,6 +442,26 @@ class Runner:
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
+
+
+def _none_says(request: Request, emit: Emit | None) -> Answer:
+    """That no chunk says what is asked; nothing is generated."""
+    if emit is not None:
+        emit(NONE_SAYS)
+    seconds = time.perf_counter() - request.started
+    read = request.read
+    metrics = Metrics(
+        ttft=seconds,
+        total=seconds,
+        policy=repr(request.policy),
+        gate=request.gate,
+        reading=read.seconds,
+        read_chunks=read.chunks,
+        read_tokens=read.tokens,
+        relevance=read.relevance,
+        says_none=True,
+    )
+    return Answer(NONE_SAYS, metrics, finish_reason="stop")
 
 
 def unsaid(request: Request) -> Answer:
