@@ -13,6 +13,8 @@ from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.relevance import standardised
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvcache_rag.policies.relevance import Numbers, Retrieved
 
 
@@ -59,10 +61,17 @@ class BestRead(PlainReuse):
 
     def relevance(self, retrieved: Retrieved) -> list[float]:
         """By the retriever's scores, words and reading, in standard deviations of each."""
-        read = [retrieved.read.get((one,)) for one in range(len(retrieved))]
-        known = [one for one in read if one is not None]
-        if not known:
-            return [*retrieved.without_order]
-        lowest = min(known)  # of what was not read
-        said = standardised([lowest if one is None else one for one in read])
-        return list(map(add, retrieved.without_order, said))
+        return self.mixed(retrieved.without_order, retrieved.read, len(retrieved))
+
+    @staticmethod
+    def mixed(
+        known: Sequence[float], read: Mapping[Numbers, float | None], count: int
+    ) -> list[float]:
+        """What is known of `count` chunks before, and what reading them alone adds to it."""
+        alone = [read.get((number,)) for number in range(count)]
+        said = [one for one in alone if one is not None]
+        if not said:
+            return [*known]
+        lowest = min(said)  # of what was not read
+        found = standardised([lowest if one is None else one for one in alone])
+        return list(map(add, known, found))
