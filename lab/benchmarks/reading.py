@@ -36,7 +36,7 @@ from benchmarks.render import markdown
 from kvcache_rag import Engine
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.policies import BestRead
-from kvcache_rag.policies.relevance import Retrieved
+from kvcache_rag.policies.relevance import Numbers, Retrieved
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.ask import Workplaces
 
@@ -199,7 +199,9 @@ def tables(options: argparse.Namespace) -> Iterator[str]:
 
 def _ways(row: Record) -> dict[str, Sequence[float]]:
     """What documents may be ranked by."""
-    read = {(place,): said for place, said in enumerate(row["likelihoods"])}
+    read: dict[Numbers, float | None] = {
+        (place,): said for place, said in enumerate(row["likelihoods"])
+    }
     count = len(read)
     ways: dict[str, Sequence[float]] = {}
     if row["scores"]:
