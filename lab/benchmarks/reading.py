@@ -106,7 +106,7 @@ def read(options: argparse.Namespace) -> None:
         progress_bar(len(todo), "reading", "row", show=True) as bar,
     ):
         for name, id_, make in todo:
-            record = {"set": name, "id": id_, **make(pairs=options.pairs and name in TWO)}
+            record = {"set": name, "id": id_, **make(pairs=options.pairs and name in SETS)}
             out.write(json.dumps(record) + "\n")
             out.flush()
             bar.update(1)
