@@ -239,6 +239,29 @@ def test_other_weights_and_other_tenants_begin_anew(engine: Engine) -> None:
         assert error(steps(engine, OTHER, policy=policy), reference) < TOLERANCE
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_law_prompts_without_chunks_are_their_tenants_and_their_weights(
+    engine: Engine, together: bool
+) -> None:
+    def ask(one: Engine, question: str) -> int:
+        if together:
+            batch = one.generate_batch([(question, []), (question, TEXTS)], policy=Reuse())
+            return batch[0].metrics.continued_tokens
+        return asked(one, question, [], policy=Reuse()).metrics.continued_tokens
+
+    engine.add(TEXTS)
+    ask(engine, QUESTION)
+    assert ask(engine, QUESTION) > 0
+    assert ask(engine.in_namespace("other"), QUESTION) == 0
+    ask(engine, QUESTION)
+    with torch.no_grad():
+        next(iter(engine.model.parameters())).add_(0.5)
+    assert ask(engine, QUESTION) == 0
+    reference = alone(engine, OTHER, [], policy=Reuse())
+    ask(engine, QUESTION)
+    assert error(steps(engine, OTHER, [], policy=Reuse()), reference) < TOLERANCE
+
+
 def test_tenants_have_one_memory_and_none_goes_on_from_another(engine: Engine) -> None:
     engine = make_engine("qwen2", prompt_memory=1 << 30)
     tenants = [engine, engine.in_namespace("other")]

@@ -158,8 +158,9 @@ class BufferFiller(Filler):
         tokens = width + request.max_new_tokens
         # Beyond its limit a model may compute the same beginning of a longer prompt otherwise; and
         # without attention, it answers greedily alone from a cache of ours.
+        keeps = self.model.abilities.batch and self.memory.limit != 0
         if (
-            (len(rows) > 1 and not self.model.abilities.batch)
+            (len(rows) > 1 and not keeps)
             or uses_beams(request.options)
             or (limit and tokens > limit)
             or not self.model.measured.groups
@@ -385,4 +386,5 @@ class BufferFiller(Filler):
             choosing=0.0,
             recomputing=0.0,
             is_copy=True,
+            continued=0,  # what the other one went on from is behind its context
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.generation.prompt_memory import Beginning, PromptMemory
     from kvcache_rag.generation.request import Request
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
@@ -294,12 +295,17 @@ class Filler(ABC):
         ):
             return None
         keys = tuple((chunk.key, chunk.is_joint) for chunk in prompt.chunks)
-        return keys, policy.positions, policy.adjacent_query
+        return self._own, keys, policy.positions, policy.adjacent_query
 
     @property
     def _computed_beginning(self) -> Beginning:
-        """Of prompts of which everything is computed, for a tenant and for weights."""
-        return "computed", self.loader.prefiller.key(())
+        """Of prompts of which everything is computed."""
+        return "computed", self._own
+
+    @property
+    def _own(self) -> ChunkKey:
+        """What names tenant, prefix and weights, also where there is no chunk to say it."""
+        return self.loader.prefiller.key(())
 
     def _context_tokens(self, prompt: Prompt) -> int:
         chunks = sum(chunk.key.tokens for chunk in prompt.chunks)

@@ -193,8 +193,7 @@ class PromptMemory:
             self._held[-1].prompts.remove(kept)
             return kept.buffer
         buffer = self.room(len(begun), room)
-        is_overwritten = any(one is self._held[-1].buffer for one in used)
-        read = [one and _readable(one, is_overwritten) for one in begun]
+        read = [one and _readable(one, self._held[-1].buffer) for one in begun]
         for row, (one, column) in enumerate(zip(read, columns, strict=True)):
             if one is not None:
                 buffer.single(row, column).copy_first(one.kept.buffer, one.tokens)
@@ -231,9 +230,9 @@ class PromptMemory:
         self._model.forget()
 
 
-def _readable(begun: Begun, is_overwritten: bool) -> Begun:
-    """The same, from a copy if rows are written to before it is read."""
-    if not is_overwritten:
+def _readable(begun: Begun, written: KVBuffer) -> Begun:
+    """The same, from a copy if it lies in a buffer that is written to before it is read."""
+    if begun.kept.memory is not written:
         return begun
     copy = replace(begun.kept, buffer=begun.kept.buffer.cloned(begun.tokens))
     return replace(begun, kept=copy)
