@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from zoo import FAMILIES, HYBRIDS, REFUSED
 
 from kvcache_rag import BestFew, BestRead, Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
+from kvcache_rag.generation import StoredChunk
 from kvcache_rag.generation.request import NONE_SAYS
 
 if TYPE_CHECKING:
@@ -116,8 +118,12 @@ def test_what_was_wrong_is_told() -> None:
         engine.read(" ", TEXTS)
     with pytest.raises(InvalidInputError, match="chunk 1 is empty"):
         engine.read(QUESTION, [TEXTS[0], " "])
-    with pytest.raises(ContextTooLongError, match="chunk 1 has"):
+    with pytest.raises(ContextTooLongError, match=r"question has .* and chunk 1 77"):
         engine.read(QUESTION * 10, [TEXTS[0], "x" * 70])
+    with pytest.raises(ContextTooLongError, match="is too long for the model's context window"):
+        engine.read(QUESTION * 40, [])
+    with pytest.raises(InvalidInputError, match="the question must be a text, not None"):
+        engine.read(None, TEXTS)  # type: ignore[arg-type]  # as an app may
     (key,) = engine.add(TEXTS[:1])
     engine.delete([key])
     with pytest.raises(ChunkNotFoundError):
@@ -125,12 +131,50 @@ def test_what_was_wrong_is_told() -> None:
     assert engine.read(QUESTION, []).likelihoods == ()
 
 
+@pytest.mark.parametrize("length", [30, 1000])
+def test_what_a_reference_says_of_a_length_is_a_hint(length: int) -> None:
+    engine = make_engine("qwen2", context_window=140)
+    (key,) = engine.add(TEXTS[:1])
+    lying = replace(key, tokens=length)
+    expected = engine.read(QUESTION, TEXTS[:1]).likelihoods
+    if length < len(TEXTS[0]):
+        assert engine.read(QUESTION, [StoredChunk(lying, TEXTS[0])]).likelihoods == expected
+    # Longer than it says, and too long with the question.
+    (key,) = engine.add(["y" * 100])
+    with pytest.raises(ContextTooLongError, match="question has"):
+        engine.read(LONG_QUESTION, [StoredChunk(replace(key, tokens=5), "y" * 100)])
+
+
+def test_tenants_read_in_the_same_memory_which_is_released_with_the_others() -> None:
+    engine = make_engine("qwen2")
+    tenants = [engine, engine.in_namespace("other")]
+    for one in tenants:
+        one.read(QUESTION, TEXTS)
+    first, second = (access.runner(one).aside for one in tenants)
+    assert first is second
+    assert first.kept is not None
+    engine.forget_buffer()
+    assert first.kept is None
+
+
+@pytest.mark.parametrize("question", ["Answer:", "a", "\nAnswer", " Who? "])
+def test_a_question_is_found_where_it_stands(question: str) -> None:
+    engine = make_engine("qwen2")
+    expected = plainly(engine, question.strip(), TEXTS[:1])
+    if question == question.strip():
+        found = engine.read(question, TEXTS[:1])
+        assert found.likelihoods == pytest.approx([expected], abs=NATS)
+    assert engine.read(question, []).question_tokens == len(question.strip())
+
+
 def test_it_stops_when_it_is_told_to() -> None:
     engine = make_engine("qwen2")
     cancelled = threading.Event()
-    cancelled.set()
-    with pytest.raises(CancelledError):
-        engine.read(QUESTION, TEXTS, cancelled=cancelled)
+    for _ in range(2):  # before chunks are computed, and when they are there
+        cancelled.set()
+        with pytest.raises(CancelledError):
+            engine.read(QUESTION, TEXTS, cancelled=cancelled)
+        engine.add(TEXTS)
     cancelled.clear()
     assert len(engine.read(QUESTION, TEXTS, cancelled=cancelled).likelihoods) == len(TEXTS)
 
@@ -201,12 +245,53 @@ def test_no_more_is_read_than_a_quarter_of_a_full_prefill() -> None:
         LONG_QUESTION, TEXTS, scores=scores, policy=BestRead(1), max_new_tokens=1
     ).metrics
     ids = engine.tokenize(LONG_QUESTION, TEXTS)
-    assert 0 < metrics.read_tokens <= len(ids.all) / 4
-    # The one that the retriever finds best, by which nothing can be compared.
-    assert metrics.read_chunks <= 1
-    assert metrics.answered_from == (2,)
+    assert metrics.read_tokens <= len(ids.all) / 4
+    # One alone can be compared with nothing.
+    assert metrics.read_chunks != 1
     nothing = engine.generate("Who? " * 30, TEXTS, policy=BestRead(1), max_new_tokens=1).metrics
     assert (nothing.read_tokens, nothing.relevance) == (0, ())
+
+
+def test_chunks_that_were_computed_to_be_read_are_misses() -> None:
+    engine = make_engine("qwen2")
+    engine.add(LONGER[:1])
+    cold = engine.generate(QUESTION, LONGER, policy=BestRead(1), max_new_tokens=1).metrics
+    warm = engine.generate(QUESTION, LONGER, policy=BestRead(1), max_new_tokens=1).metrics
+    assert [one.chunk for one in cold.missed] == [1, 2]
+    assert {one.reason for one in cold.missed} == {"not prefilled"}
+    (used,) = cold.answered_from
+    tokens = len(engine.tokenize(QUESTION, LONGER).chunks[used])
+    computed = 0 if used == 0 else tokens
+    assert (cold.prefilled_tokens, cold.reused_tokens) == (computed, tokens - computed)
+    assert sum(cold.hits.values()) == (used == 0)
+    every = sum(one.tokens for one in cold.missed)
+    assert cold.read_tokens == warm.read_tokens + every - computed
+    assert (warm.misses, warm.prefilled_tokens, warm.reused_tokens) == (0, 0, tokens)
+    assert cold.computed_tokens > warm.computed_tokens
+    engine.delete_namespace()
+    none = engine.generate(QUESTION, LONGER, none_below=1e6).metrics
+    assert [one.chunk for one in none.missed] == [0, 1, 2]
+    assert none.read_tokens == none.computed_tokens > warm.read_tokens
+
+
+class Asks(BestFew):
+    """Wants the same again and again."""
+
+    def wants(self, retrieved: Any) -> Any:
+        return ((0,), (1,))
+
+
+class AsksBeyond(BestFew):
+    def wants(self, retrieved: Any) -> Any:
+        return ((7,),)
+
+
+def test_a_policy_that_asks_for_ever_is_answered_once() -> None:
+    engine = make_engine("qwen2")
+    metrics = engine.generate(QUESTION, LONGER, policy=Asks(), max_new_tokens=1).metrics
+    assert metrics.read_chunks == 2
+    with pytest.raises(InvalidInputError, match=r"wants \(7,\) read of 3 chunks"):
+        engine.generate(QUESTION, LONGER, policy=AsksBeyond(), max_new_tokens=1)
 
 
 def test_a_stopped_question_says_nothing() -> None:
@@ -249,15 +334,30 @@ def test_law_none_says_it_where_no_chunk_makes_the_question_likelier() -> None:
     assert [one.metrics.says_none for one in batch] == [True, False, True]
 
 
+def test_none_is_said_of_what_was_read_whole() -> None:
+    """All chunks are read for it, however much that is of a full prefill."""
+    engine = make_engine("qwen2")
+    many = [f"{number}{TEXTS[0]}" for number in range(9)]
+    answer = engine.generate(LONG_QUESTION, many, none_below=1e6, max_new_tokens=1)
+    assert len(answer.metrics.relevance) == 9
+    assert answer.text == NONE_SAYS
+    small = make_engine("qwen2", context_window=100)
+    given = [TEXTS[0], "x" * 85]  # of which one does not fit with the question
+    answer = small.generate(
+        LONG_QUESTION, given, none_below=1e6, overflow="drop_lowest", max_new_tokens=1
+    )
+    assert len(answer.metrics.relevance) == 1
+    assert answer.text != NONE_SAYS
+
+
 def test_an_engine_has_a_threshold_and_an_answer_another_one() -> None:
     engine = make_engine("qwen2", none_below=1e6)
     assert engine.generate(QUESTION, LONGER).text == NONE_SAYS
     assert engine.in_namespace("other").generate(QUESTION, LONGER).text == NONE_SAYS
     assert engine.generate(QUESTION, LONGER, none_below=-1e6, max_new_tokens=2).text != NONE_SAYS
-    # Without documents, and where nothing could be read, it is answered as ever.
+    # Without documents it is answered as ever.
     assert engine.generate(QUESTION, max_new_tokens=2).text != NONE_SAYS
     assert engine.complete(QUESTION, max_new_tokens=2).text != NONE_SAYS
-    assert engine.generate("Who? " * 30, TEXTS, max_new_tokens=2).text != NONE_SAYS
     for wrong in ("3", True, float("nan"), [1]):
         with pytest.raises(InvalidInputError, match="none_below"):
             engine.generate(QUESTION, LONGER, none_below=wrong)

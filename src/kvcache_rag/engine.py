@@ -15,6 +15,7 @@ import torch
 
 from kvcache_rag.errors import (
     ChunkNotFoundError,
+    ContextTooLongError,
     FingerprintMismatchError,
     InvalidInputError,
     NamedArguments,
@@ -475,7 +476,7 @@ class Engine(NamedArguments):
         _ = bound.capturing
         policy = given_policy(policy) or bound.guard.policy
         chunks = listed_chunks(chunks)
-        needed = policy.needs(retrieved_chunks(question, chunks, scores))
+        needed = bound.planner.needs(policy, retrieved_chunks(question, chunks, scores))
         if not bound.guard.reuses(policy, len(needed)):
             return []
         planned = bound.planner.chunks(chunks, only=needed)
@@ -634,7 +635,7 @@ class Engine(NamedArguments):
             bound = self._bound
             if bound.joint is not None:
                 bound.joint.forget_all()
-            bound.runner.memory.forget()
+            bound.runner.forget()
             bound.renderer.forget()
             forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
@@ -643,7 +644,7 @@ class Engine(NamedArguments):
     def forget_buffer(self) -> None:
         """Release the memory of the last prompt, which the next one would have used again."""
         with self._lock:
-            self._bound.runner.memory.forget()
+            self._bound.runner.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)
         if forget is not None:
             forget()
@@ -871,6 +872,9 @@ class Engine(NamedArguments):
             again = wanted if now is bound else now.to_read(question, listed)
             try:
                 return now.reader.read(again, cancelled)
+            except OtherLengthsError:
+                asked = Question(question, listed).by_text()
+                return _read_by_text(now, asked, cancelled)
             except StoppedError as error:
                 raise CancelledError from error
 
@@ -922,12 +926,13 @@ class Engine(NamedArguments):
             emit: Emit | None,
             cancelled: threading.Event | None,
         ) -> list[Answer]:
-            runner = bound.runner
-            try:
-                requests = [one.request for one in bound.read(planned, cancelled)]
-            except StoppedError:
-                return [unsaid(one.request) for one in planned]
+            requests, runner = [one.request for one in planned], bound.runner
             with telemetry.watched(runner, requests) as answers:
+                try:
+                    requests = [one.request for one in bound.read(planned, cancelled)]
+                except StoppedError:
+                    answers += map(unsaid, requests)
+                    return answers
                 if len(requests) == 1:
                     answers.append(runner.run(requests[0], emit, cancelled))
                 else:
@@ -983,6 +988,18 @@ class Engine(NamedArguments):
                 yield bound
         finally:
             self._lock.release()
+
+
+def _read_by_text(bound: Bound, question: Question, cancelled: threading.Event | None) -> Reading:
+    """A question behind chunks of which some are longer than their references said."""
+    wanted = bound.to_read(question.text, question.chunks)
+    try:
+        return bound.reader.read(wanted, cancelled)
+    except OtherLengthsError as error:
+        raise ContextTooLongError(
+            "a chunk is longer than its key says and does not fit the model's context window "
+            "together with the question; pass its text instead of its key"
+        ) from error
 
 
 def _planned_batch(bound: Bound, questions: Sequence[Question]) -> list[Planned]:

@@ -82,7 +82,8 @@ class Metrics:
         unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
         reading: Part of `ttft`: reading the question behind chunks, to choose among them.
         read_chunks: Chunks behind which it was read, each alone (`BestRead`).
-        read_tokens: Tokens that were computed for that.
+        read_tokens: Tokens that were computed for that: the question's behind each, and those of
+            chunks that were not cached and are not answered from.
         relevance: What was found of each of these.
         says_none: Whether no chunk makes the question likely enough, so that this is the answer
             (`none_below`).

@@ -209,7 +209,8 @@ def said_options(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if value and not (name in fields and value == fields[name].default)
+        if (value or (name == "none_below" and value is not None))
+        and not (name in fields and value == fields[name].default)
     }
 
 

@@ -293,10 +293,11 @@ class Prefetcher:
         given, scores, question = prefetch.chunks, prefetch.scores, prefetch.question
         keys = engine.needed(given, policy, scores, question=question)
         found = retrieved_chunks(question, given, scores)
-        chunks = [given[at] for at in policy.needs(found)]
+        chunks = [given[at] for at in engine._bound.planner.needs(policy, found)]
         if len(keys) == len(given) and chunks == [*given]:
             prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
-        if sum(key.tokens for key in keys) > engine.context_window:
+        reads = len(chunks) > len(policy.plan(found).brought)  # one by one, and answers from fewer
+        if not reads and sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
         is_joint = 0 < len(keys) < len(chunks)
         store = engine.combinations if is_joint else engine.store

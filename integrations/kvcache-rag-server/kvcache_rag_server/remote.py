@@ -622,8 +622,14 @@ class _Asked:
         answer = course.answer()
         if not course.opened.done():
             course.opened.set_result(None)
-        used = tuple(map(self.places.__getitem__, answer.metrics.answered_from))
-        cost = replace(answer.metrics, **self.replaced, answered_from=used)
+        told, places = answer.metrics, self.places
+        cost = replace(
+            told,
+            **self.replaced,
+            answered_from=tuple(map(places.__getitem__, told.answered_from)),
+            missed=tuple(replace(one, chunk=places[one.chunk]) for one in told.missed),
+            relevance=tuple(replace(one, chunk=places[one.chunk]) for one in told.relevance),
+        )
         return replace(answer, metrics=cost)
 
     async def _whole(self, body: Mapping[str, Any], course: _Course) -> None:

@@ -48,14 +48,13 @@ def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
 
 
 def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
-    """Chunks of a request that its policy would answer from; all, if it reads them first."""
+    """Chunks of a request that its policy would answer from, as far as it knows before reading."""
     policy = work.policy or engine.policy
     with suppress(InvalidInputError):  # which its answer will tell
         policy, _ = engine._bound.guard.gated(policy, has_chunks=bool(work.chunks))
     found = retrieved_chunks(work.question, work.chunks, work.scores)
     plan = policy.plan(found)
-    # In the order in which they were given.
-    is_all = plan.others is None or bool(policy.wants(found))
+    is_all = plan.others is None  # in the order in which they were given
     return work.chunks if is_all else tuple(work.chunks[at] for at in plan.order)
 
 
@@ -148,7 +147,7 @@ class Server:
         if job.cancelled.is_set():
             return Served()
         job.deliver(Finished(answer))
-        return Served(1, seconds, seconds - answer.metrics.load)
+        return Served(1, seconds, seconds - answer.metrics.load - answer.metrics.reading)
 
     def _answered(self, job: Job, begun: Started) -> Answer:
         work = job.work
@@ -237,7 +236,7 @@ class Server:
             if is_wanted:
                 job.deliver(first)
                 job.deliver(Finished(answer))
-        load = sum(answer.metrics.load for answer in answers)
+        load = sum(answer.metrics.load + answer.metrics.reading for answer in answers)
         return Served(sum(wanted), seconds, seconds - load if any(wanted) else None)
 
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from langchain_kvcache_rag.messages import GivenDocument
 
 _FROM_MESSAGES: Final = ("chunks", "history", "prefix_mismatch", "cancelled")
-_FOR_CHUNKS: Final = ("overflow", "policy", "scores")
+_FOR_CHUNKS: Final = ("none_below", "overflow", "policy", "scores")
 _OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _WHEN_SAMPLING: Final = ("top_k", "top_p")
 # LangChain's names of what transformers calls otherwise.

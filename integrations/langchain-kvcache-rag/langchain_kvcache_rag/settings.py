@@ -53,7 +53,7 @@ _OF_THE_ENGINE: Final = (
 )
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
-_OF_THE_SERVER: Final = ("adapter", "auxiliary", "backend", "gate", "template")
+_OF_THE_SERVER: Final = ("adapter", "auxiliary", "backend", "gate", "none_below", "template")
 # What of the settings changes no word of an answer, and why; whatever else there is does.
 NO_ANSWER: Final = {
     "cache": "where answers are kept",

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.generation.joint import Combinations
-from kvcache_rag.generation.reading import ChunkReader, ToRead
+from kvcache_rag.generation.reading import ChunkReader, ToRead, fits, too_long
 from kvcache_rag.generation.request import Read, StoredChunk
+from kvcache_rag.policies.checks import why_not
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -195,10 +196,14 @@ class Bound:
         Raises:
             StoppedError: If it was cancelled.
         """
-        return [self._planned_by_reading(one, cancelled) for one in planned]
+        return self._alike([self._planned_by_reading(one, cancelled) for one in planned])
 
     def _planned_by_reading(self, planned: Planned, cancelled: threading.Event | None) -> Planned:
         question, started = planned.question, planned.request.started
+        if not planned.request.wants:
+            return planned
+        for chunks, fresh in zip(planned.request.rounds, planned.request.fresh, strict=True):
+            refuse(why_not(planned.request.policy, self.guard.abilities, len(chunks) - fresh))
         while planned.request.wants:
             read = self.reader.further(planned.request, self._readable(planned), cancelled)
             planned = self._planned(replace(question, read=read))
@@ -213,7 +218,10 @@ class Bound:
         if not asked:
             return None
         chunks = self.planner.chunks(planned.question.chunks, any_length=True)
-        return ToRead(self.renderer.asked_ids(asked), tuple(chunks))
+        try:
+            return ToRead(self.renderer.asked_ids(asked), tuple(chunks))
+        except InvalidInputError:  # it has no token of its own
+            return None
 
     def to_read(self, question: str, chunks: Sequence[ChunkInput]) -> ToRead:
         """Check, tokenise and address a question and the chunks that it is read behind.
@@ -222,9 +230,14 @@ class Bound:
             InvalidInputError: If one cannot be used.
             ContextTooLongError: If a chunk and the question do not fit the context window.
         """
+        if not isinstance(question, str):
+            raise InvalidInputError(f"the question must be a text, not {question!r:.80}")
         asked = self.renderer.asked_ids(question)
-        found = self.planner.chunks(chunks, beside=len(asked.ids))
-        return ToRead(asked, tuple(found))
+        found = ToRead(asked, tuple(self.planner.chunks(chunks, any_length=True)))
+        for context in ([], *([chunk] for chunk in found.chunks)):
+            if not fits(context, asked, self.renderer, self.planner.window):
+                raise too_long(context, asked)
+        return found
 
     def plan(self, questions: Sequence[Question]) -> list[Planned]:
         """Check, tokenise and address questions that are answered together.
@@ -235,6 +248,10 @@ class Bound:
             ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
         """
         planned = list(map(self._planned, questions))
+        return self._alike(planned)
+
+    def _alike(self, planned: list[Planned]) -> list[Planned]:
+        """The same under one policy."""
         if not self.guard.refusal:
             return planned
         # They are answered under one policy, and one full prefill makes the others full.

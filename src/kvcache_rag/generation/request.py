@@ -34,7 +34,7 @@ from kvcache_rag.prompt.template import ChatArguments, as_messages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvcache_rag.metrics import MissReason
+    from kvcache_rag.metrics import Miss, MissReason
     from kvcache_rag.policies.relevance import Numbers
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -87,14 +87,16 @@ class Read:
         likelihoods: Of the question behind contexts of chunks, by their numbers, in nats; None for
             one that would have cost too much.
         chunks: How many chunks were read alone.
-        tokens: Computed for it.
+        tokens: Computed for it, but for chunks that were missing.
         seconds: It took.
+        missed: Chunks that had to be computed for it, and why.
     """
 
     likelihoods: Mapping[Numbers, float | None] = field(default_factory=dict)
     chunks: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    missed: tuple[Miss, ...] = ()
 
     @property
     def relevance(self) -> tuple[Relevance, ...]:
@@ -106,9 +108,10 @@ class Read:
             if len(context) == 1 and said is not None and without is not None
         )
 
-    def is_below(self, nats: float) -> bool:
-        """Whether chunks were read, and none makes the question so much likelier."""
-        return bool(self.relevance) and all(one.nats < nats for one in self.relevance)
+    def is_below(self, nats: float, chunks: int) -> bool:
+        """Whether all chunks were read, and none makes the question so much likelier."""
+        found = self.relevance
+        return 0 < chunks == len(found) and all(one.nats < nats for one in found)
 
 
 NONE_SAYS: Final = "None of the documents says it."
@@ -143,6 +146,7 @@ class Request:
         asked: What is asked, by itself.
         wants: Chunks, by their numbers, behind which that is to be read before the policy plans
             again (`ReusePolicy.wants`).
+        none_below: Nats by which a chunk has to make the question likelier, if any has to.
         says_none: Whether no chunk says what is asked, so that `NONE_SAYS` is the answer.
         read: What was read.
     """
@@ -168,6 +172,7 @@ class Request:
     unused_chunks: int = 0
     asked: str = ""
     wants: tuple[Numbers, ...] = ()
+    none_below: float | None = None
     says_none: bool = False
     read: Read = field(default_factory=Read)
 
@@ -319,6 +324,8 @@ class Planner:
         given = listed_chunks(chunks)
         read, none_below = read or Read(), checked_nats(none_below)
         none_below = self.none_below if none_below is None else none_below
+        if tools or is_held(options):
+            none_below = None  # what is said then has a form that such an answer has not
         retrieved = retrieved_chunks(asked or question, given, scores, read.likelihoods)
         plan = policy.plan(retrieved)
         chooses = plan.others is not None
@@ -381,7 +388,8 @@ class Planner:
             asked=asked or question,
             wants=_wanted(policy, retrieved, none_below),
             read=read,
-            says_none=none_below is not None and read.is_below(none_below),
+            none_below=none_below,
+            says_none=none_below is not None and read.is_below(none_below, len(given)),
         )
 
     def completion(
@@ -392,6 +400,7 @@ class Planner:
         stop: Sequence[str] = (),
         streaming: bool = False,
         skip_special_tokens: bool = True,
+        none_below: float | None = None,
         **options: Any,
     ) -> Request:
         """Check and tokenise a text that is continued as it is.
@@ -405,6 +414,7 @@ class Planner:
         if not ids:  # some tokenizers have no token for space alone
             raise InvalidInputError("the prompt is empty; write something to continue")
         max_new_tokens = checked_new_tokens(max_new_tokens)
+        checked_nats(none_below)  # there are no chunks to say anything
         options = checked_generation(options, streaming=streaming)
         if len(ids) + max_new_tokens > self.longest:
             raise ContextTooLongError(
@@ -434,7 +444,6 @@ class Planner:
         *,
         any_length: bool = False,
         only: Sequence[int] | None = None,
-        beside: int = 0,
     ) -> list[ContextChunk]:
         """Check and address chunks.
 
@@ -443,7 +452,6 @@ class Planner:
             any_length: Whether one that is too long is no error, as it may be left out.
             only: Numbers of those that are addressed, in this order; the others are checked alone.
                 None: all.
-            beside: Tokens that stand behind each.
 
         Raises:
             InvalidInputError: If they are one text instead of a list, or one cannot be used.
@@ -454,7 +462,7 @@ class Planner:
             self._parts(chunk, index)
         wanted = range(len(listed)) if only is None else only
         context = [self.chunk(listed[index], index) for index in wanted]
-        room = self.window - len(self.renderer.prefix_ids) - beside
+        room = self.window - len(self.renderer.prefix_ids)
         for one in () if any_length else context:
             if len(one.ids) > room:
                 raise ContextTooLongError(_too_long(one.place, len(one.ids), room))
@@ -488,6 +496,12 @@ class Planner:
             worst = too_long[0]
             raise ContextTooLongError(_too_long(worst.place, len(worst), room) + self.beyond)
         return taken, len(too_long)
+
+    def needs(self, policy: ReusePolicy, retrieved: Retrieved) -> Numbers:
+        """Chunks whose keys and values an answer looks for, by their numbers."""
+        if self.none_below is not None:
+            return tuple(range(len(retrieved)))
+        return policy.needs(retrieved)
 
     def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
         """Check and address one chunk.
@@ -585,12 +599,18 @@ def _wanted(
     policy: ReusePolicy, retrieved: Retrieved, none_below: float | None
 ) -> tuple[Numbers, ...]:
     """What is read before an answer: for its policy, and to see whether any chunk says it."""
-    wanted = policy.wants(retrieved)
-    if none_below is None or not len(retrieved):
-        return wanted
-    alone = ((one,) for one in retrieved.ranked())
-    every: tuple[Numbers, ...] = (*wanted, (), *alone)
-    return tuple(one for one in dict.fromkeys(every) if one not in retrieved.read)
+    if not len(retrieved):
+        return ()
+    wanted, numbers = policy.wants(retrieved), range(len(retrieved))
+    wrong = [context for context in wanted if not {*context} <= {*numbers}]
+    if wrong:
+        raise InvalidInputError(
+            f"{policy!r} wants {wrong[0]!r} read of {len(retrieved)} chunks; wants() gives tuples "
+            "of their numbers"
+        )
+    if none_below is not None:
+        wanted = (*wanted, (), *((one,) for one in retrieved.ranked()))
+    return tuple(one for one in dict.fromkeys(wanted) if one not in retrieved.read)
 
 
 def _asks(turns: Sequence[Mapping[str, Any]]) -> bool:

@@ -7,6 +7,7 @@ a stream hands on what is decoded, and logits are the same pass without generati
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,10 +33,10 @@ from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.generation.context import RotationMode
-    from kvcache_rag.generation.request import Request
+    from kvcache_rag.generation.request import Read, Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
     from kvcache_rag.models.language import LanguageModel
@@ -53,6 +54,7 @@ class Runner:
 
     Attributes:
         memory: Of prompts.
+        aside: Memory for what is read before an answer, so that no prompt is forgotten for it.
         filler: Brings their contexts; None for a model that keeps no keys and values.
         watch: Is told when what was done; None while nobody wants to know.
     """
@@ -68,6 +70,7 @@ class Runner:
         auxiliary: Scorer | None = None,
         rotation: RotationMode = "auto",
         memory: PromptMemory | None = None,
+        aside: PromptMemory | None = None,
     ) -> None:
         """Answer with `model`.
 
@@ -81,11 +84,13 @@ class Runner:
             auxiliary: Scores chunks for policies that bring no scorer of their own.
             rotation: Whether keys are copied and rotated, or the query is rotated.
             memory: Of prompts; None for one of its own.
+            aside: Likewise.
         """
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader, self.window, self.longest = loader, window, longest
         self.auxiliary, self.rotation = auxiliary, rotation
         self.memory = memory or PromptMemory(model)
+        self.aside = aside or PromptMemory(model, 0)
         self.watch: AnswerWatch | None = None
         self.filler: Filler | None = None
         if loader is not None:
@@ -115,11 +120,11 @@ class Runner:
             auxiliary,
             self.rotation,
             self.memory,
+            self.aside,
         )
 
     def apart(self) -> Runner:
-        """The same in memory of its own, in which no prompt goes on from another."""
-        memory = PromptMemory(self.model, 0)
+        """The same in memory aside, in which no prompt goes on from another."""
         return Runner(
             self.model,
             self.tokenizer,
@@ -129,8 +134,14 @@ class Runner:
             self.longest,
             self.auxiliary,
             self.rotation,
-            memory,
+            self.aside,
+            self.aside,
         )
+
+    def forget(self) -> None:
+        """Release the memory of prompts."""
+        self.memory.forget()
+        self.aside.forget()
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
@@ -170,13 +181,13 @@ class Runner:
             # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
             return [self.run(request, None, cancelled) for request in requests]
         prompts = [self.prompt(request, 0, "") for request in requests]
-        if len(prompts) > 1 and self._why_apart(prompts):
+        if len(prompts) > 1 and self.why_apart(prompts):
             half = len(requests) // 2
             first, second = requests[:half], requests[half:]
             return [*self.run_batch(first, cancelled), *self.run_batch(second, cancelled)]
         return self.answers(prompts, requests[0].started, None, cancelled) if prompts else []
 
-    def _why_apart(self, prompts: Sequence[Prompt]) -> str:
+    def why_apart(self, prompts: Sequence[Prompt]) -> str:
         """Why prompts cannot be one batch; "" if they can."""
         request = prompts[0].request
         prefix = 0 if request.is_plain else len(self.renderer.prefix_ids)
@@ -304,7 +315,7 @@ class Runner:
         except StoppedError:
             raise  # what it had begun is in memory that no prompt goes on from
         except BaseException:
-            self.memory.forget()  # perhaps for want of it
+            self.forget()  # perhaps for want of it
             raise
 
     def _context(self, prompts: Sequence[Prompt]) -> Context:
@@ -436,9 +447,8 @@ class Runner:
             "references": request.references,
             "reading": request.read.seconds,
             "read_chunks": request.read.chunks,
-            "read_tokens": request.read.tokens,
             "relevance": request.read.relevance,
-            **context.costs(row),
+            **_with_read(context.costs(row), request.read, prompt),
         }
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
@@ -450,6 +460,7 @@ def _none_says(request: Request, emit: Emit | None) -> Answer:
         emit(NONE_SAYS)
     seconds = time.perf_counter() - request.started
     read = request.read
+    costs = _with_read({"missed": (), "hits": {}, "reused_tokens": 0, "prefilled_tokens": 0}, read)
     metrics = Metrics(
         ttft=seconds,
         total=seconds,
@@ -457,11 +468,40 @@ def _none_says(request: Request, emit: Emit | None) -> Answer:
         gate=request.gate,
         reading=read.seconds,
         read_chunks=read.chunks,
-        read_tokens=read.tokens,
         relevance=read.relevance,
         says_none=True,
+        **costs,
     )
     return Answer(NONE_SAYS, metrics, finish_reason="stop")
+
+
+def _with_read(
+    costs: Mapping[str, Any], read: Read, prompt: Prompt | None = None
+) -> dict[str, Any]:
+    """What a prompt cost, and with it chunks that were computed to be read before.
+
+    Those of them that are answered from were not cached; the others were computed for reading.
+    """
+    known = {one.chunk for one in costs["missed"]}
+    brought = {
+        chunk.place for chunk in (prompt.chunks if prompt else ()) if not chunk.is_joint
+    } - known
+    found = [one for one in read.missed if one.chunk in brought]
+    tokens = sum(one.tokens for one in found)
+    hits = Counter(costs["hits"])
+    for _ in found:
+        hits[next(tier for tier in hits if hits[tier])] -= 1
+    missed = (*costs["missed"], *(one for one in read.missed if one.chunk not in known))
+    others = sum(one.tokens for one in read.missed if one.chunk not in brought | known)
+    return {
+        **costs,
+        "hits": dict(+hits),
+        "reused_tokens": costs["reused_tokens"] - tokens,
+        "prefilled_tokens": costs["prefilled_tokens"] + tokens,
+        "missed": missed,
+        "misses": len(missed),
+        "read_tokens": read.tokens + others,
+    }
 
 
 def unsaid(request: Request) -> Answer:

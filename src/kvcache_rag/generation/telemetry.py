@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.models.pretrained import name_of
@@ -176,7 +177,7 @@ class _Spans:
     def __init__(self, tracer: Tracer, model: LanguageModel, requests: Sequence[Request]) -> None:
         """Open one for each, as of its call."""
         self._tracer, self._clock = tracer, _Clock()
-        self._size = len(requests)
+        self._size, self._started = len(requests), [one.started for one in requests]
         name, carried = name_of(model.model), _CARRIED.get()
         self._spans: list[Span] = []
         for number, request in enumerate(requests):
@@ -205,19 +206,25 @@ class _Spans:
 
     def end(self, answers: Sequence[Answer], watch: AnswerWatch) -> None:
         """Tell what each answer was and cost, and what was done for it when."""
-        for number, (span, answer) in enumerate(zip(self._spans, answers, strict=True)):
+        timelines = iter(watch.timelines)
+        for span, started, answer in zip(self._spans, self._started, answers, strict=True):
+            # Of a single request, one a round; nothing is done for an answer that no chunk says.
+            most = 0 if answer.metrics.says_none else 1 if self._size > 1 else None
+            mine = [*islice(timelines, most)]
             if span.is_recording():
                 span.set_attributes(_answered(answer, watch, self._size))
-                mine = slice(None) if self._size == 1 else slice(number, number + 1)
-                for timeline in watch.timelines[mine]:
-                    self._tell(span, timeline)
+                self._tell(span, [("reading", started, started + answer.metrics.reading)])
+                for timeline in mine:
+                    self._tell(span, timeline.parts)
             span.end()
 
-    def _tell(self, span: Span, timeline: Timeline) -> None:
+    def _tell(self, span: Span, parts: Sequence[tuple[str, float, float]]) -> None:
         from opentelemetry.trace import set_span_in_context
 
         within = set_span_in_context(span)
-        for name, begin, end in timeline.parts:
+        for name, begin, end in parts:
+            if begin == end:
+                continue
             part = self._tracer.start_span(
                 f"kvcache_rag.{name}", within, start_time=self._clock.at(begin)
             )

@@ -139,6 +139,7 @@ def _state(engine: Engine) -> dict[str, Any]:
         "window": engine.context_window,
         "attention": engine._options["packed_attention"],
         "rotation": engine._options["rotation"],
+        "none_below": engine._options["none_below"],
         "auxiliary": engine.auxiliary,
         "gate": engine._bound.guard.gate,
     }

@@ -41,9 +41,9 @@ class BestRead(PlainReuse):
 
     def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
         """Every chunk alone, those that are known to match best first, and none."""
-        first, *others = ((one,) for one in self._ranked(retrieved)) if len(retrieved) else ((),)
-        every: tuple[Numbers, ...] = (first, (), *others)
-        return tuple(one for one in dict.fromkeys(every) if one not in retrieved.read)
+        every: list[Numbers] = [(one,) for one in self._ranked(retrieved)]
+        every[2:2] = [()]  # behind the two that can be compared
+        return tuple(one for one in every if one not in retrieved.read) if len(retrieved) else ()
 
     def plan(self, retrieved: Retrieved) -> Plan:
         """The best first, where it was prefilled; the others of the few are computed behind it."""

@@ -124,13 +124,18 @@ class PromptIds:
         return self.context + self.query
 
 
+MOST_ASKED: Final = 256
+"""Tokens of a question whose likelihood is read; of a longer one, the last."""
+_ANOTHER: Final = "kvcacheragquestion"
+
+
 @dataclass(frozen=True)
 class AskedIds:
     """A question as it stands behind chunks, without turns before it and up to its last token.
 
     Attributes:
         ids: What stands before the question, and the question.
-        count: How many of the last are the question's own.
+        count: How many of the last are the question's own, `MOST_ASKED` at most.
     """
 
     ids: tuple[int, ...]
@@ -249,8 +254,10 @@ class PromptRenderer:
         """
         text = self.query_text(question)
         ids = self.encoder.encode(text)
-        said = question.strip()
-        start = text.rfind(said)
+        # Where it begins, another one begins, too.
+        said, start = question.strip(), self.query_text(_ANOTHER).find(_ANOTHER)
+        spaces = len(question) - len(question.lstrip())
+        start = next((at for at in (start, start + spaces) if text.startswith(said, at)), -1)
         if start < 0:  # the chat template writes it otherwise
             start, said = 0, text
         # A token belongs to the question that has a character of it.
@@ -263,7 +270,8 @@ class PromptRenderer:
         own = [place for place in own if place]
         if not said or not own:
             raise InvalidInputError("the question is empty; ask something")
-        return AskedIds(tuple(ids[: own[-1] + 1]), own[-1] + 1 - own[0])
+        stop = own[-1] + 1
+        return AskedIds(tuple(ids[:stop]), min(stop - own[0], MOST_ASKED))
 
     def query_text(
         self,

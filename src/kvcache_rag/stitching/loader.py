@@ -275,7 +275,7 @@ class ContextLoader:
                 hits[tier] += 1
         missed: tuple[Miss, ...] = ()
         if missing:
-            missed = self._missed_of(missing)
+            missed = self.missed_of(missing)
             self._fill(missing, where, found)
         members = [found[index] for index in range(len(chunks))]
         ids = chain.from_iterable(member.tokens.tolist() for member in members)
@@ -330,7 +330,7 @@ class ContextLoader:
             where.shared[key] = form, store.locate(key) or store.tier
         return where.shared[key][0]
 
-    def _missed_of(self, missing: Iterable[ContextChunk]) -> tuple[Miss, ...]:
+    def missed_of(self, missing: Iterable[ContextChunk]) -> tuple[Miss, ...]:
         """What is not cached, and why; before it is computed, and stored again."""
         stored = set(self.prefiller.stored)
         missed: dict[ChunkKey, Miss] = {}

@@ -29,7 +29,8 @@ _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_k
 # Changes answers, and a server has its own.  Where keys and values lie, and on which device they
 # are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
 _OF_THE_MODEL: Final = (
-    *("adapter", "auxiliary", "backend", "gate", "stopping_ids", "tokenizer_name"),
+    *("adapter", "auxiliary", "backend", "gate", "none_below", "stopping_ids"),
+    "tokenizer_name",
 )
 
 
