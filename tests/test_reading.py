@@ -157,7 +157,9 @@ def test_tenants_read_in_the_same_memory_which_is_released_with_the_others() -> 
     assert first.kept is None
 
 
-@pytest.mark.parametrize("question", ["Answer:", "a", "\nAnswer", " Who? "])
+@pytest.mark.parametrize(
+    "question", ["Answer:", "a", "\nAnswer", " Who? "], ids=["again", "letter", "line", "spaces"]
+)
 def test_a_question_is_found_where_it_stands(question: str) -> None:
     engine = make_engine("qwen2")
     expected = plainly(engine, question.strip(), TEXTS[:1])
