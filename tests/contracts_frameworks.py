@@ -570,6 +570,14 @@ class AnswersContract:
             with pytest.raises(InvalidInputError, match=f"^{self.framework.name} needs a model: "):
                 self.framework.made(**fields)
 
+    def test_where_no_document_says_it_that_is_the_answer(self) -> None:
+        llm = self.framework.named("tiny", none_below=1e6)
+        told = self.framework.ask(llm, QUESTION, self.documents())
+        assert told.text == "None of the documents says it."
+        assert told.cost["says_none"]
+        assert [one["chunk"] for one in told.cost["relevance"]] == [0, 1, 2]
+        assert self.framework.plain(llm, "Who is it?").text != told.text
+
     def test_a_policy_by_name(self, engine: Engine) -> None:
         llm = self.framework.llm(engine, 2, policy="cacheblend:0.5")
         found = self.framework.ask(llm, "Who sat?", self.documents())
@@ -851,6 +859,11 @@ class ObjectsContract:
         before, _, schema = asked[0].partition("\n\nAnswer with JSON that fits this schema: ")
         assert before == "what?"
         assert json.loads(schema) == Finding.model_json_schema()
+
+    def test_objects_are_made_whatever_no_document_says(self) -> None:
+        doubting = self.framework.named("tiny", 400, none_below=1e6)
+        given = [self.framework.document(text) for text in TEXTS]
+        assert isinstance(self.framework.object(doubting, Finding, "what?", given), Finding)
 
     def test_the_extra_is_named(self, patient: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)

@@ -252,12 +252,19 @@ def test_why_documents_were_not_cached_has_the_callers_numbers(
 ) -> None:
     new = ["This was never read before, not once.", "Nor was that, which is another text."]
     texts = [new[0], new[0], DOCUMENTS[0], new[1]]
-    engine.add(DOCUMENTS[:1])
+    remote.add(DOCUMENTS[:1])
     missed = remote.generate(QUESTION, texts, policy="reuse", max_new_tokens=4).metrics.missed
     assert [(one.chunk, one.reason) for one in missed] == [
         (0, "not prefilled"),
         (3, "not prefilled"),
     ]
+    long = [f"{text} " * (engine.context_window // 60) for text in DOCUMENTS * 3]
+    many = [f"{place}: it {text}" for place, text in enumerate(long)]
+    scores = [float(place) for place in range(len(many))]
+    options: Any = {"overflow": "drop_lowest", "scores": scores, "max_new_tokens": 4}
+    found = remote.generate(QUESTION, many, policy="reuse", **options).metrics
+    assert [one.chunk for one in found.missed] == [*found.answered_from]
+    assert min(found.answered_from) > 0
 
 
 def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine) -> None:
