@@ -74,7 +74,13 @@ def test_metrics_add_up_over_hits_and_misses() -> None:
     assert (second.policy, full.policy) == ("Reuse(positions='reordered')", "FullRecompute()")
     fields = dataclasses.asdict(second)
     sums = {"prompt_tokens": second.prompt_tokens, "computed_tokens": second.computed_tokens}
-    assert second.to_dict() == {**fields, **sums, "missed": [], "answered_from": [0, 1, 2]}
+    assert second.to_dict() == {
+        **fields,
+        **sums,
+        "missed": [],
+        "answered_from": [0, 1, 2],
+        "relevance": [],
+    }
 
 
 def test_hits_are_counted_per_tier() -> None:

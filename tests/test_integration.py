@@ -651,6 +651,7 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
         "gate": None,
         "rotation": "copied",
         "prompt_memory": 1 << 20,
+        "none_below": -1e6,
     }
     assert options.keys() == signature(Engine).parameters.keys() - {"model", "tokenizer"}
     engine = Engine(make_model(), make_tokenizer(), **options)

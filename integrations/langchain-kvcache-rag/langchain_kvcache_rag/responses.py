@@ -69,7 +69,7 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
         "prompt": call.prompt_kind,
     }
     flat = {name: one for name, one in cost.items() if not isinstance(one, float)}
-    flat["prefix_mismatch"] = int(cost["prefix_mismatch"])
+    flat |= {name: int(cost[name]) for name in ("prefix_mismatch", "says_none")}
     return {
         "model_name": call.model_name,
         "model_provider": PROVIDER,

@@ -225,6 +225,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "auxiliary of a policy": lambda: engine_of(policy=CacheClip(Auxiliary(engine_of()))),
     "gate": gated,
     "rotation": lambda: engine_of(rotation="copied"),
+    "none_below": lambda: engine_of(none_below=0),
 }
 
 

@@ -23,7 +23,7 @@ from langchain_core.messages import (
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk
 
 from kvcache_rag import Answer, Metrics
-from kvcache_rag.metrics import Miss
+from kvcache_rag.metrics import Miss, Relevance
 from langchain_kvcache_rag.messages import GivenDocument
 from langchain_kvcache_rag.responses import metadata, usage
 
@@ -57,10 +57,11 @@ def filled(at: int) -> Metrics:
         one.name: _NEW[str(one.type)](at) for one in fields(Metrics) if str(one.type) in _NEW
     }
     others = {one.name for one in fields(Metrics)} - values.keys()
-    assert others == {"hits", "missed", "answered_from"}
+    assert others == {"hits", "missed", "answered_from", "relevance"}
     tier = ("disk", "memory")[at % 2]
     missed = (Miss(at, at, "evicted"),)
-    return Metrics(**values, hits={tier: at}, missed=missed, answered_from=(at, 0))
+    read = (Relevance(at, at / 2),)
+    return Metrics(**values, hits={tier: at}, missed=missed, answered_from=(at, 0), relevance=read)
 
 
 def message_of(metrics: Metrics, at: int = 0) -> AIMessage:

@@ -272,8 +272,9 @@ class Bound:
             return Planned(request, request, question)
         wanted = given_policy(question.options.get("policy")) or self.guard.policy
         policy, note = self.guard.gated(wanted, has_chunks=bool(question.chunks))
-        options = {**question.options, "policy": policy, "read": question.read}
-        asked = self.planner.request(question.text, question.chunks, **options)
+        options = {**question.options, "policy": policy}
+        planner = replace(self.planner, read=question.read)
+        asked = planner.request(question.text, question.chunks, **options)
         asked = self.guard.admitted(replace(asked, gate=note))
         if self.joint is None or not asked.policy.joint:
             return Planned(asked, asked, question)

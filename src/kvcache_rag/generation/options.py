@@ -46,6 +46,8 @@ class CompletionOptions(TypedDict, total=False):
         generation_config: In place of the model's own.
         logits_processor: Functions of ids and logits.
         stopping_criteria: Functions that end the answer.
+        none_below: As of `EngineSettings`, for this answer; a text without chunks is continued all
+            the same.
     """
 
     max_new_tokens: int
@@ -68,6 +70,7 @@ class CompletionOptions(TypedDict, total=False):
     generation_config: Any  # transformers' `GenerationConfig`, which only `models` imports
     logits_processor: Sequence[Callable[..., Any]] | None
     stopping_criteria: Sequence[Callable[..., Any]] | None
+    none_below: float | None
 
 
 class AnswerOptions(CompletionOptions, total=False):
@@ -83,7 +86,6 @@ class AnswerOptions(CompletionOptions, total=False):
             is best, where they do not stand best first.
         asked: What is asked, by whose words a policy may choose among the chunks, where the
             question has more in it, such as an instruction or what a tool said.
-        none_below: As of `EngineSettings`, for this answer.
         tools: What the chat template describes.
         chat_template_kwargs: Values of the chat template's variables.
         prefix_mismatch: Noted in the metrics: whether something else was wanted before the chunks.
@@ -94,7 +96,6 @@ class AnswerOptions(CompletionOptions, total=False):
     overflow: Overflow
     scores: Sequence[float] | None
     asked: str
-    none_below: float | None
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     prefix_mismatch: bool

@@ -247,6 +247,8 @@ class Planner:
         longest: That of a full prefill, which may be longer.
         beyond: Why the window is no longer, the end of a sentence; "" if nobody need be told.
         none_below: As `none_below` of `request`, where that says nothing.
+        read: What the model said of the chunks of the next request, as far as its policy wanted to
+            know.
     """
 
     renderer: PromptRenderer
@@ -255,6 +257,7 @@ class Planner:
     longest: int
     beyond: str
     none_below: float | None = None
+    read: Read = field(default_factory=Read)
 
     def request(
         self,
@@ -273,7 +276,6 @@ class Planner:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
-        read: Read | None = None,
         none_below: float | None = None,
         **options: Any,
     ) -> Request:
@@ -299,7 +301,6 @@ class Planner:
             chat_template_kwargs: Values of the chat template's variables, for this question.
             skip_special_tokens: Off, the answer's text has its control tokens, for who reads calls
                 of tools out of it.
-            read: What the model said of the chunks, as far as the policy wanted to know.
             none_below: Nats by which a chunk has to make the question likelier; where none does,
                 the answer is `NONE_SAYS`.  None for no such condition.
             options: Further arguments of transformers' `generate()`.
@@ -322,7 +323,7 @@ class Planner:
         if is_longer:
             window, beyond = self.longest, ""
         given = listed_chunks(chunks)
-        read, none_below = read or Read(), checked_nats(none_below)
+        read, none_below = self.read, checked_nats(none_below)
         none_below = self.none_below if none_below is None else none_below
         if tools or is_held(options):
             none_below = None  # what is said then has a form that such an answer has not
