@@ -622,13 +622,13 @@ class _Asked:
         answer = course.answer()
         if not course.opened.done():
             course.opened.set_result(None)
-        told, places = answer.metrics, self.places
+        found, places = answer.metrics, self.places
         cost = replace(
-            told,
+            found,
             **self.replaced,
-            answered_from=tuple(map(places.__getitem__, told.answered_from)),
-            missed=tuple(replace(one, chunk=places[one.chunk]) for one in told.missed),
-            relevance=tuple(replace(one, chunk=places[one.chunk]) for one in told.relevance),
+            answered_from=tuple(map(places.__getitem__, found.answered_from)),
+            missed=tuple(replace(one, chunk=places[one.chunk]) for one in found.missed),
+            relevance=tuple(replace(one, chunk=places[one.chunk]) for one in found.relevance),
         )
         return replace(answer, metrics=cost)
 
