@@ -167,7 +167,7 @@ def record_of(
     return found
 
 
-def _over(engine: Engine, question: str, chunks: Sequence[str], best: int) -> list[float]:
+def _over(engine: Engine, question: str, chunks: Sequence[str], best: int) -> tuple[float, ...]:
     """Likelihoods over the best chunk and each other one; over it alone at its own place."""
     with engine._turn() as bound, torch.inference_mode():
         wanted = bound.to_read(question, list(chunks))
