@@ -35,8 +35,8 @@ from benchmarks.household import LANGUAGES
 from benchmarks.render import markdown
 from kvcache_rag import Engine
 from kvcache_rag.errors import KVCacheRagError
-from kvcache_rag.policies import BestRead
-from kvcache_rag.policies.relevance import Numbers, Retrieved
+from kvcache_rag.policies.bestread import with_reading
+from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.ask import Workplaces
 
@@ -199,20 +199,17 @@ def tables(options: argparse.Namespace) -> Iterator[str]:
 
 def _ways(row: Record) -> dict[str, Sequence[float]]:
     """What documents may be ranked by."""
-    read: dict[Numbers, float | None] = {
-        (place,): said for place, said in enumerate(row["likelihoods"])
-    }
-    count = len(read)
     ways: dict[str, Sequence[float]] = {}
     if row["scores"]:
         ways["scores"] = row["scores"]
         ways["scores, words"] = row["ranked_by"]
     ways["words"] = row["words"]
     ways["reading"] = row["likelihoods"]
-    mixed = BestRead.mixed
     if row["scores"]:
-        ways["reading, scores, words"] = mixed(row["ranked_by"], read, count)
-    ways["reading, words"] = mixed(row["words"], read, count)
+        ways["reading, scores, words"] = with_reading(
+            row["ranked_by"], row["likelihoods"], is_scored=True
+        )
+    ways["reading, words"] = with_reading(row["words"], row["likelihoods"], is_scored=False)
     return ways
 
 

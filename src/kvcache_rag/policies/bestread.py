@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import add
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.bestfew import MOST, NEAR
@@ -13,9 +12,13 @@ from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.relevance import standardised
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kvcache_rag.policies.relevance import Numbers, Retrieved
+
+
+UNSCORED: Final = 2.0
+"""How much reading weighs beside the question's words alone; beside scores and words, 1."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,24 @@ class BestRead(PlainReuse):
 
     def relevance(self, retrieved: Retrieved) -> list[float]:
         """By the retriever's scores, words and reading, in standard deviations of each."""
-        return self.mixed(retrieved.without_order, retrieved.read, len(retrieved))
+        alone = [retrieved.read.get((number,)) for number in range(len(retrieved))]
+        return with_reading(retrieved.without_order, alone, is_scored=retrieved.scores is not None)
 
-    @staticmethod
-    def mixed(
-        known: Sequence[float], read: Mapping[Numbers, float | None], count: int
-    ) -> list[float]:
-        """What is known of `count` chunks before, and what reading them alone adds to it."""
-        alone = [read.get((number,)) for number in range(count)]
-        said = [one for one in alone if one is not None]
-        if not said:
-            return [*known]
-        lowest = min(said)  # of what was not read
-        found = standardised([lowest if one is None else one for one in alone])
-        return list(map(add, known, found))
+
+def with_reading(
+    known: Sequence[float], read: Sequence[float | None], *, is_scored: bool
+) -> list[float]:
+    """How well chunks match, once they were read.
+
+    Args:
+        known: How well each matched before (`Retrieved.without_order`).
+        read: Likelihood of the question behind each; None for one that was not read.
+        is_scored: Whether a retriever's scores are in what was known.
+    """
+    said = [one for one in read if one is not None]
+    if not said:
+        return [*known]
+    lowest = min(said)  # of what was not read
+    found = standardised([lowest if one is None else one for one in read])
+    weight = 1.0 if is_scored else UNSCORED
+    return [before + weight * one for before, one in zip(known, found, strict=True)]
