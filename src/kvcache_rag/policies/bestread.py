@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import PlainReuse, Plan
-from kvcache_rag.policies.bestfew import MOST, NEAR
+from kvcache_rag.policies.bestfew import MOST
 from kvcache_rag.policies.checks import checked_count
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.relevance import standardised
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.relevance import Numbers, Retrieved
 
 
+NEAR: Final = 4.0
+"""How far behind the best one a chunk is left out: as `bestfew.NEAR`, of twice as many measures."""
 UNSCORED: Final = 2.0
 """How much reading weighs beside the question's words alone; beside scores and words, 1."""
 
