@@ -110,6 +110,19 @@ class Runner:
         auxiliary: Scorer | None,
     ) -> Runner:
         """For other prompts and chunks."""
+        return self._other(renderer, loader, auxiliary, self.memory)
+
+    def apart(self) -> Runner:
+        """The same in memory aside, in which no prompt goes on from another."""
+        return self._other(self.renderer, self.loader, self.auxiliary, self.aside)
+
+    def _other(
+        self,
+        renderer: PromptRenderer,
+        loader: ContextLoader | None,
+        auxiliary: Scorer | None,
+        memory: PromptMemory,
+    ) -> Runner:
         return Runner(
             self.model,
             renderer.encoder.tokenizer,
@@ -119,22 +132,7 @@ class Runner:
             self.longest,
             auxiliary,
             self.rotation,
-            self.memory,
-            self.aside,
-        )
-
-    def apart(self) -> Runner:
-        """The same in memory aside, in which no prompt goes on from another."""
-        return Runner(
-            self.model,
-            self.tokenizer,
-            self.renderer,
-            self.loader,
-            self.window,
-            self.longest,
-            self.auxiliary,
-            self.rotation,
-            self.aside,
+            memory,
             self.aside,
         )
 

@@ -10,6 +10,8 @@ from kvcache_rag.policies.checks import checked_count
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvcache_rag.policies.relevance import Retrieved
 
 
@@ -48,7 +50,20 @@ class BestFew(PlainReuse):
 
     def plan(self, retrieved: Retrieved) -> Plan:
         """The best first, where it was prefilled; the others of the few are computed behind it."""
-        ranked, relevance = retrieved.ranked(), retrieved.relevance
-        few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR]
-        count = min(len(ranked), len(few) if self.count is None else self.count)
-        return Plan(ranked[:count], max(0, count - 1), ranked[count:])
+        return few_of(retrieved.ranked(), retrieved.relevance, NEAR, self.count)
+
+
+def few_of(
+    ranked: tuple[int, ...], relevance: Sequence[float], near: float, count: int | None
+) -> Plan:
+    """Answer from the best few alone: the best from its cache, the others computed behind it.
+
+    Args:
+        ranked: Numbers of the chunks, best first.
+        relevance: Of each chunk, by its number.
+        near: How far behind the best one the last of the few may be.
+        count: How many there are; None for those that are near, `MOST` at most.
+    """
+    few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= near]
+    count = min(len(ranked), len(few) if count is None else count)
+    return Plan(ranked[:count], max(0, count - 1), ranked[count:])

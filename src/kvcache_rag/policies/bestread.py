@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import PlainReuse, Plan
-from kvcache_rag.policies.bestfew import MOST
+from kvcache_rag.policies.bestfew import few_of
 from kvcache_rag.policies.checks import checked_count
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.relevance import standardised
@@ -52,10 +52,7 @@ class BestRead(PlainReuse):
 
     def plan(self, retrieved: Retrieved) -> Plan:
         """The best first, where it was prefilled; the others of the few are computed behind it."""
-        ranked, relevance = self._ranked(retrieved), self.relevance(retrieved)
-        few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= NEAR]
-        count = min(len(ranked), len(few) if self.count is None else self.count)
-        return Plan(ranked[:count], max(0, count - 1), ranked[count:])
+        return few_of(self._ranked(retrieved), self.relevance(retrieved), NEAR, self.count)
 
     def _ranked(self, retrieved: Retrieved) -> Numbers:
         """Numbers of the chunks, best first, whatever order they were given in."""
