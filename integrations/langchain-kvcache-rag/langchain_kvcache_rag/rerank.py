@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.callbacks import Callbacks  # noqa: TC002  # pydantic reads it
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from kvcache_rag import InvalidInputError
@@ -16,6 +15,8 @@ from langchain_kvcache_rag.chat_model import ChatKVCache  # noqa: TC001  # pydan
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
+
+    from langchain_core.callbacks import Callbacks
 
 
 class KVCacheRerank(NamedArguments, BaseDocumentCompressor):
