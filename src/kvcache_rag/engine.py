@@ -810,8 +810,9 @@ class Engine(NamedArguments):
         """What `generate` would reuse and compute for this question now; no token is generated.
 
         A policy that chooses tokens has the context loaded to choose from, so chunks that are
-        missing are prefilled and stored, as `generate` would.  With others (`Reuse()`,
-        `FullRecompute()`, `Combination()`) nothing is computed or loaded.  A damaged file counts as
+        missing are prefilled and stored, as `generate` would; so are those that are read before
+        (`BestRead()`, `none_below`).  With others (`Reuse()`, `FullRecompute()`, `Combination()`)
+        nothing is computed or loaded.  A damaged file counts as
         cached until it is read.
 
         Args:

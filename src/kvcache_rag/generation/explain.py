@@ -1,8 +1,9 @@
 """What becomes of every token of a prompt: reused or computed, said without answering.
 
 What is said is what `generate` would do now: the same plan, gate, lock and choice of tokens.
-Nothing is computed that it would not compute, and where the policy chooses without looking at keys
-and values, nothing is computed at all.
+Nothing is computed that it would not compute, and where the policy chooses without reading chunks
+or looking at keys and values, nothing is computed at all.  The prompt is shown also where none of
+the chunks says what is asked (`none_below`), so that nothing would be generated.
 """
 
 from __future__ import annotations
