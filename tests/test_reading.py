@@ -14,7 +14,7 @@ import torch
 from laws import LONG_QUESTION, QUESTION, TEXTS, make_engine
 from zoo import FAMILIES, HYBRIDS, REFUSED
 
-from kvcache_rag import BestFew, BestRead, Engine, InvalidInputError, Reuse
+from kvcache_rag import BestFew, BestRead, Engine, FullRecompute, InvalidInputError, Reuse
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.generation.request import NONE_SAYS
@@ -274,6 +274,19 @@ def test_chunks_that_were_computed_to_be_read_are_misses() -> None:
     none = engine.generate(QUESTION, LONGER, none_below=1e6).metrics
     assert [one.chunk for one in none.missed] == [0, 1, 2]
     assert none.read_tokens == none.computed_tokens > warm.read_tokens
+
+
+@pytest.mark.parametrize("policy", [FullRecompute(), Reuse(), BestFew(2)], ids=repr)
+def test_any_policy_answers_over_chunks_that_were_computed_to_be_read(policy: Any) -> None:
+    engine = make_engine("qwen2")
+    options: Any = {"policy": policy, "max_new_tokens": 3}
+    cold = engine.generate(QUESTION, LONGER, none_below=-1e6, **options)
+    engine.forget_buffer()
+    plain = engine.generate(QUESTION, LONGER, **options)
+    assert cold.token_ids == plain.token_ids
+    assert [one.chunk for one in cold.metrics.missed] == [0, 1, 2]
+    assert cold.metrics.prompt_tokens == plain.metrics.prompt_tokens
+    assert cold.metrics.computed_tokens > plain.metrics.computed_tokens
 
 
 class Asks(BestFew):

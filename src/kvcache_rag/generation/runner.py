@@ -481,14 +481,15 @@ def _with_read(
     Those of them that are answered from were not cached; the others were computed for reading.
     """
     known = {one.chunk for one in costs["missed"]}
-    brought = {
-        chunk.place for chunk in (prompt.chunks if prompt else ()) if not chunk.is_joint
-    } - known
+    hits = Counter(costs["hits"])
+    # A full prefill finds none, and computes them once more.
+    chunks = prompt.chunks if prompt is not None and hits else ()
+    brought = {chunk.place for chunk in chunks if not chunk.is_joint} - known
     found = [one for one in read.missed if one.chunk in brought]
     tokens = sum(one.tokens for one in found)
-    hits = Counter(costs["hits"])
     for _ in found:
-        hits[next(tier for tier in hits if hits[tier])] -= 1
+        tier = next((tier for tier in hits if hits[tier]), "")
+        hits[tier] -= 1
     missed = (*costs["missed"], *(one for one in read.missed if one.chunk not in known))
     others = sum(one.tokens for one in read.missed if one.chunk not in brought | known)
     return {
