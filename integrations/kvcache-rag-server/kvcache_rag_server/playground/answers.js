@@ -14,7 +14,14 @@ const FIGURES = [
   ["computed tokens", (found) => computed(found)],
   ["chunks found", (found) => tiers(found.kvcache)],
   ["answered from", ({ kvcache }) => kvcache && (usedOf(kvcache) || "all documents")],
+  ["read, nats", ({ kvcache }) => kvcache && readOf(kvcache)],
 ];
+
+// "4: +21.6, 1: -0.7": how much likelier each document makes the question, most first.
+function readOf({ relevance = [] }) {
+  const sorted = [...relevance].sort((one, other) => other.nats - one.nats);
+  return sorted.map(({ chunk, nats }) => `${chunk + 1}: ${nats < 0 ? "" : "+"}${nats.toFixed(1)}`).join(", ") || null;
+}
 
 function rate({ usage, kvcache }) {
   const tokens = (usage?.completion_tokens ?? 0) - 1;

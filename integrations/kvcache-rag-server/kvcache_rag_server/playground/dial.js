@@ -7,6 +7,7 @@ const TOKENS = { name: "Tokens of each chunk", min: 0, max: 64, parts: 1, say: S
 
 export const POLICIES = [
   { id: "bestfew", name: "Best few", computes: "the best chunks alone, the first from its cache" },
+  { id: "bestread", name: "Best read", computes: "the chunks that the model itself finds best" },
   { id: "reuse", name: "Reuse", computes: "nothing" },
   { id: "bestlast", name: "Best last", computes: "the best chunks, with the question", slider: PERCENT, start: 20 },
   { id: "legolink", name: "LegoLink", computes: "beginnings of chunks", slider: TOKENS, start: 16 },

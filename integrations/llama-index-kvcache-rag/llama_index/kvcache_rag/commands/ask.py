@@ -12,14 +12,14 @@ from llama_index.kvcache_rag.commands.report import (
     far_line,
     figures,
     is_near,
+    likely,
+    read,
     source_lines,
     sources,
 )
 
 if TYPE_CHECKING:
     import argparse
-
-    from llama_index.kvcache_rag.commands.settings import Settings
 
 HELP = "answer a question from the ingested files"
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     response: Any = engine.query(arguments.question)
     if not response.source_nodes:  # emptied since it was opened
         raise nothing_in(opened.settings.collection)
-    _print(arguments, opened.settings, response)
+    _print(arguments, opened, response)
     return 0
 
 
@@ -56,15 +56,21 @@ def kept(arguments: argparse.Namespace) -> str:
     return "what was ingested is as it was"
 
 
-def _print(arguments: argparse.Namespace, settings: Settings, response: Any) -> None:
-    pieces = []
+def _print(arguments: argparse.Namespace, opened: Opened, response: Any) -> None:
+    pieces, settings = [], opened.settings
     for piece in response.response_gen:
         pieces.append(piece)
         if not arguments.json:
             print(piece, end="", flush=True)
     metrics = response.metadata["kv_cache"]
-    found = sources(response.source_nodes, metrics)
-    near = is_near(found, settings.embed)
+    # Behind the answer, so that its first token waits for nothing.
+    relevance = (
+        {}
+        if likely(settings.model) is None
+        else read(opened.llm, response.source_nodes, arguments.question)
+    )
+    found = sources(response.source_nodes, metrics, relevance)
+    near = is_near(found, settings)
     cost = figures(metrics, settings, max(one["score"] for one in found))
     if arguments.json:
         said = {
@@ -80,6 +86,6 @@ def _print(arguments: argparse.Namespace, settings: Settings, response: Any) -> 
         return
     print("\n")
     if near is False:
-        print(far_line(found, settings.embed))
+        print(far_line(found, settings))
     print("\n".join(source_lines(found)))
     print(cost_line(cost))

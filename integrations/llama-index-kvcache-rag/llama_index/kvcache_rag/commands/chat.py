@@ -207,7 +207,7 @@ class Talk:
             parts.append("stopped")
         files = dict.fromkeys(plain(one["file"]) for one in found if one["used"])
         parts.append(f"from {', '.join(files)}" if files else "no chunk was found")
-        if found and is_near(found, self.settings.embed) is False:
+        if found and is_near(found, self.settings) is False:
             parts.append("none of them is near")
         return "; ".join(parts)
 

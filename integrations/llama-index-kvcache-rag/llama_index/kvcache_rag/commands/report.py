@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.collections import referenced
@@ -15,7 +17,9 @@ from llama_index.kvcache_rag.commands.settings import this_machine
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from llama_index.kvcache_rag import KVCacheVectorStore
+    from llama_index.core.schema import NodeWithScore
+
+    from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
     from llama_index.kvcache_rag.commands.settings import Settings
 
 NEAR: Final = {"minilm": 0.28}
@@ -31,6 +35,20 @@ answer, 0.27 to 0.38 without).
 `hash` has none, as letters of "what" and "the" count as much: of the same 40 questions those that
 are answered have 0.19 to 0.47, the others 0.17 to 0.35.
 """
+
+LIKELY: Final = dict.fromkeys(
+    ("smollm2", "smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"), 4.0
+)
+"""How much likelier a chunk makes a question that it answers than no chunk does, in nats, by model.
+
+On the 40 questions of `tests/test_near.py`, four chunks each by `hash`, both models say of all 20
+that have no answer that they have none, and of those with one only where `hash` found other chunks
+(two by SmolLM2 with `block`, three by the other); by `minilm` of 19 of the 20, and of none that is
+answered. Over six notes in German (docs/quality.md) Qwen2.5-Coder-0.5B says it of six of ten
+questions about other things and wrongly of two of twenty, SmolLM2 of none. Who asks what a text
+about the same thing does not say is hardly ever told so.
+"""
+_QUANTISED: Final = re.compile(r"([-.](q\d\w*|b?f16|f32))?\.gguf$")
 
 # Of a row's node, as LlamaIndex numbers them: its document, the chunk before it, the one behind.
 _SOURCE, _NEIGHBOURS = "1", ("2", "3")
@@ -141,34 +159,77 @@ def _seconds(value: float) -> str:
     return f"{value:.2g} s" if value < 99 else f"{value:.0f} s"
 
 
-def is_near(sources: Sequence[Mapping[str, Any]], embed: str) -> bool | None:
-    """Whether a question can be answered from what was found; None where nobody measured that."""
-    least = NEAR.get(embed)
+def likely(model: str) -> float | None:
+    """Nats that make a chunk likely to answer, by a model; None where nobody measured that."""
+    return LIKELY.get(_QUANTISED.sub("", Path(model).name.lower()))
+
+
+def is_near(sources: Sequence[Mapping[str, Any]], settings: Settings) -> bool | None:
+    """Whether a question can be answered from what was found; None where nobody measured that.
+
+    By what the model read, if it did, and else by scores.
+
+    Args:
+        sources: As `source` describes them.
+        settings: Of the collection.
+    """
+    least = likely(settings.model)
+    read = [one["relevance"] for one in sources if one.get("relevance") is not None]
+    if least is not None and read:
+        return bool(max(read) >= least)
+    least = NEAR.get(settings.embed)
     return None if least is None else any(one["score"] >= least for one in sources)
 
 
-def far_line(sources: Sequence[Mapping[str, Any]], embed: str) -> str:
+def far_line(sources: Sequence[Mapping[str, Any]], settings: Settings) -> str:
     """What to say where nothing is near."""
+    read = [one["relevance"] for one in sources if one.get("relevance") is not None]
+    if read:
+        return (
+            "no document makes the question much likelier (the best one by "
+            f"{max(0.0, *read):.1f} nats, {likely(settings.model):.0f} would be enough): "
+            "the answer may be a guess"
+        )
     nearest = max(one["score"] for one in sources)
     return (
         f"no document is near enough to the question (the nearest has {nearest:.3f}, "
-        f"{NEAR[embed]} would be): the answer may be a guess"
+        f"{NEAR[settings.embed]} would be): the answer may be a guess"
     )
 
 
-def sources(found: Sequence[Any], metrics: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def read(llm: KVCacheLLM, found: Sequence[NodeWithScore], question: str) -> dict[str, float]:
+    """How much likelier each retrieved node makes a question, in nats, by its id."""
+    from llama_index.kvcache_rag import KVCacheRerank
+
+    ranked = KVCacheRerank(llm=llm).postprocess_nodes([*found], query_str=question)
+    return {one.node.node_id: one.get_score() for one in ranked}
+
+
+def sources(
+    found: Sequence[NodeWithScore],
+    metrics: Mapping[str, Any] | None,
+    relevance: Mapping[str, float] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """Retrieved nodes, those first that an answer was computed from, in its prompt's order.
 
     Args:
         found: As they were retrieved.
         metrics: Of the answer; None where it was stopped, and nobody knows.
+        relevance: What `read` found; empty if nothing was read.
     """
     used = range(len(found)) if metrics is None else metrics["answered_from"]
     places = [*used, *(at for at in range(len(found)) if at not in used)]
-    return [{**source(found[at]), "used": at in used} for at in places]
+    return [
+        {
+            **source(found[at]),
+            "relevance": relevance.get(found[at].node.node_id),
+            "used": at in used,
+        }
+        for at in places
+    ]
 
 
-def source(found: Any) -> dict[str, Any]:
+def source(found: NodeWithScore) -> dict[str, Any]:
     """A retrieved node: its file, score and text."""
     node = found.node
     name = node.metadata.get("file_path") or node.ref_doc_id or node.node_id
@@ -182,7 +243,9 @@ def source_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if was_used and not one["used"]:
             yield "retrieved, not used:"
         was_used = one["used"]
-        yield f"[{number}] {plain(one['file'])} ({one['score']:.3f}): {_shortened(one['text'])}"
+        nats = "" if one["relevance"] is None else f", {one['relevance']:+.1f} nats"
+        file, text = plain(one["file"]), _shortened(one["text"])
+        yield f"[{number}] {file} ({one['score']:.3f}{nats}): {text}"
 
 
 def _shortened(text: str, width: int = 60) -> str:
