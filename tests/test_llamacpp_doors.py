@@ -16,9 +16,9 @@ from kvcache_rag.cli import main
 from kvcache_rag.engine import like
 from kvcache_rag.errors import MissingExtraError, UnsupportedModelError
 from kvcache_rag.integration import parameter_count
-from kvcache_rag.models.llamacpp.binding import LlamaCpp
 from kvcache_rag.models.pretrained import check_model
 from kvcache_rag.settings import LocalSettings
+from kvcache_rag_llamacpp.binding import LlamaCpp
 
 if TYPE_CHECKING:
     from pathlib import Path

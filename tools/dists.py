@@ -49,6 +49,7 @@ PUBLIC: Final = {
         *("kvcache_rag.stores", "kvcache_rag.verdict"),
         "kvcache_rag",
     ],
+    "kvcache-rag-llamacpp": [],
     "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
     "kvcache-rag-server": ["kvcache_rag_server.auth", "kvcache_rag_server.remote"],
     "kvcache-rag-smollm2": [],
@@ -57,6 +58,9 @@ PUBLIC: Final = {
     "vllm-kvcache-rag": ["vllm_kvcache_rag"],
 }
 """Packages whose names are public, by dist; the last of them is typed."""
+
+COMPILES: Final = {"kvcache-rag-llamacpp"}
+"""Dists that need what pip compiles for minutes: environments of tests have them without it."""
 
 LOOK: Final = """
 import importlib, importlib.metadata, json, pkgutil, sys
@@ -142,7 +146,10 @@ def environment(place: Path, wheels: Path, *dists: str) -> Path:
     (site / "shared.pth").write_text(f"{shared}\n", encoding="utf-8")
     pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
     install = ("install", "-qq", "--no-index", "--no-compile", "--find-links", str(wheels))
-    subprocess.run([*pip, *install, *dists], check=True)
+    whole = [one for one in dists if one not in COMPILES] or ["kvcache-rag[gguf]"]
+    subprocess.run([*pip, *install, *whole], check=True)
+    if rest := COMPILES.intersection(dists):
+        subprocess.run([*pip, *install, "--no-deps", *rest], check=True)
     return python
 
 

@@ -9,10 +9,10 @@ import llama_smollm2 as llama
 import pytest
 
 from kvcache_rag.cli import main
-from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.verdict import Verdict
 from kvcache_rag_lab.commands.verify import OF_LLAMA
 from kvcache_rag_lab.evaluation.verification import check_numerics
+from kvcache_rag_llamacpp.model import LlamaCppModel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.metrics import Answer
     from kvcache_rag.models.linears import WeightFormat
-    from kvcache_rag.models.pretrained import Backend
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
@@ -223,7 +222,7 @@ class Engine(NamedArguments):
         gguf_file: str | None = None,
         adapter: str | os.PathLike[str] | None = None,
         weight_format: WeightFormat = "auto",
-        backend: Backend = "transformers",
+        backend: str = "transformers",
         combinations: ChunkStore | None = None,
         policy: ReusePolicy | str | None = None,
         namespace: str = "",

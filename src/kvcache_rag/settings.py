@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,6 +34,7 @@ from kvcache_rag.errors import (
     first_problem,
     refuse_unknown,
 )
+from kvcache_rag.models.backends import TRANSFORMERS, check_backend
 from kvcache_rag.prompt.named import NAMED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
@@ -159,9 +161,9 @@ class EngineOptions(BaseModel):
 
     model_config = OPTIONS
 
-    backend: Literal["transformers", "llama.cpp"] = "transformers"
-    """What runs the model: transformers, or llama.cpp, which takes GGUF files as they are (4 bits
-    stay 4 bits)."""
+    backend: Annotated[str, AfterValidator(check_backend)] = TRANSFORMERS
+    """What runs the model: transformers, or a back end that a package brings, such as llama.cpp,
+    which takes GGUF files as they are (4 bits stay 4 bits)."""
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
     """PEFT adapter to put into the model: a folder, an installed name such as block, or none; if
     nothing is said none, and for smollm2 block where that is installed."""
@@ -497,7 +499,7 @@ class LocalSettings(EngineSettings, StoreSettings):
         return self.open_engine(self.open_store(memory), **loaded)
 
     def memory_codec(self) -> Codec | None:
-        """The form of chunks in memory: on a CPU, where those of llama.cpp always lie, the store's.
+        """The form of chunks in memory: on a CPU, where other back ends have them, the store's.
 
         If attention over it, or what moves keys, reads it; else as the model made them.
         """
@@ -507,7 +509,7 @@ class LocalSettings(EngineSettings, StoreSettings):
 
         found = by_name(self.kv_codec or "native")
         place = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.backend == "llama.cpp":
+        if self.backend != TRANSFORMERS:
             place = "cpu"
         return found if found.is_attended and place == "cpu" else None
 

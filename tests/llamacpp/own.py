@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from llama_cpp import llama_cpp as lib
 
-from kvcache_rag.models.llamacpp.binding import uses_extra_buffers
+from kvcache_rag_llamacpp.binding import uses_extra_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

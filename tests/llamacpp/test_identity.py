@@ -12,7 +12,7 @@ from llamacpp.ggufs import LENGTH
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, Reuse
 from kvcache_rag.errors import FingerprintMismatchError
-from kvcache_rag.models.llamacpp import model as llamacpp
+from kvcache_rag_llamacpp import model as llamacpp
 
 if TYPE_CHECKING:
     from pathlib import Path

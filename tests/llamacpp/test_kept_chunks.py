@@ -27,8 +27,8 @@ from kvcache_rag import (
 from kvcache_rag.codecs import Int4, Int8
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.chunk import ChunkKV
-from kvcache_rag.models.llamacpp.binding import LlamaCpp
-from kvcache_rag.models.llamacpp.cells import FIRST
+from kvcache_rag_llamacpp.binding import LlamaCpp
+from kvcache_rag_llamacpp.cells import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,8 +30,8 @@ from kvcache_rag import (
     Reuse,
 )
 from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
-from kvcache_rag.models.llamacpp import binding
 from kvcache_rag.policies.relevance import Retrieved
+from kvcache_rag_llamacpp import binding
 
 if TYPE_CHECKING:
     from pathlib import Path

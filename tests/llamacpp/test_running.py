@@ -30,8 +30,8 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
-from kvcache_rag.models.llamacpp.binding import is_compiled_for_amx, uses_amx
-from kvcache_rag.models.llamacpp.thread import OwnThread
+from kvcache_rag_llamacpp.binding import is_compiled_for_amx, uses_amx
+from kvcache_rag_llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

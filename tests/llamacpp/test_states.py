@@ -16,10 +16,10 @@ from llamacpp.own import TYPES
 
 from kvcache_rag import BestFew, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.models.llamacpp.binding import LlamaCpp, LlamaCppError
-from kvcache_rag.models.llamacpp.state import MAGIC, StateForm, form_of
 from kvcache_rag.models.rotation import Move
 from kvcache_rag.policies.relevance import Retrieved
+from kvcache_rag_llamacpp.binding import LlamaCpp, LlamaCppError
+from kvcache_rag_llamacpp.state import MAGIC, StateForm, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
     from llamacpp.own import Own
 
-    from kvcache_rag.models.llamacpp.state import CellState
+    from kvcache_rag_llamacpp.state import CellState
 
 IDS = [40, 41, 42, 43, 50, 60, 70]
 

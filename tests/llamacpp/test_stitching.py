@@ -24,9 +24,9 @@ from llamacpp.ggufs import FAMILIES, LENGTH, ORIGINAL
 
 from kvcache_rag import DiskStore, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.errors import ContextTooLongError
-from kvcache_rag.models.llamacpp.binding import LlamaCpp
-from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.models.rotation import Move
+from kvcache_rag_llamacpp.binding import LlamaCpp
+from kvcache_rag_llamacpp.model import LlamaCppModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

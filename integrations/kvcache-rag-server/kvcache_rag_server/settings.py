@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.backends import TRANSFORMERS, check_backend
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.settings import (
     ByteLimit,
@@ -28,6 +29,10 @@ VLLM: Final = "vllm"
 _OF_VLLM: Final = {
     *("backend", "model", "revision", "template", "system_prompt", "context_window", "gate"),
 }
+
+
+def _backend(name: str) -> str:
+    return check_backend(name, VLLM)
 
 
 class RequestLimits(Settings):
@@ -80,9 +85,10 @@ class ServerSettings(LocalSettings, RequestLimits):
     a model that was trained for cached chunks, else bestfew."""
     memory_bytes: ByteLimit = 1 << 30
     """Limit of the memory before the folder, such as 4GB."""
-    backend: Literal["transformers", "llama.cpp", "vllm"] = "transformers"  # type: ignore[assignment]  # one more
-    """What runs the model: in this process transformers, or llama.cpp, which takes GGUF files as
-    they are (4 bits stay 4 bits); or vllm at its servers."""
+    backend: Annotated[str, AfterValidator(_backend)] = TRANSFORMERS
+    """What runs the model: in this process transformers, or a back end that a package brings, such
+    as llama.cpp, which takes GGUF files as they are (4 bits stay 4 bits); or vllm, at its
+    servers."""
     base_url: tuple[str, ...] = ()
     """Of a server of vLLM with the connector of vllm-kvcache-rag; repeatable, all of one model and
     store."""

@@ -33,7 +33,6 @@ from kvcache_rag.generation.gate import policy_key, scorer_name
 from kvcache_rag.integration.references import is_remote
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.llamacpp.model import LlamaCppModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.progress import plural, progress_bar
@@ -567,7 +566,7 @@ def check_numerics(
     exact = engine if is_exact else Workplaces(engine, Path()).get("", "").reader  # in memory
     model: LanguageModel = exact._adapter
     tolerance = COARSE  # in llama.cpp products of quantised weights round their inputs to 8 bits
-    if not isinstance(model, LlamaCppModel):
+    if model.abilities.memory == "ours":
         model = TransformersModel(engine.model, packed_attention=False)
         tolerance = TOLERANCES.get(model.dtype, COARSE)
     some = list(chunks[:MOST_CHUNKS])
@@ -603,7 +602,7 @@ def _plain(engine: Engine, model: LanguageModel, question: str, chunks: Sequence
     """Logits of the query by transformers or llama.cpp alone, with its own mask and positions."""
     ids = engine.tokenize(question, chunks)
     every = torch.tensor([ids.all])
-    if isinstance(model, LlamaCppModel):
+    if model.abilities.memory == "own":
         return model.forward(every, None, torch.arange(len(ids.all)), keep=len(ids.query))[0]
     own: Any = engine.model
     device = own.get_input_embeddings().weight.device
@@ -614,13 +613,13 @@ def _plain(engine: Engine, model: LanguageModel, question: str, chunks: Sequence
 
 def _stitched(
     engine: Engine,
-    model: LanguageModel,
+    model: Any,
     question: str,
     chunks: Sequence[str],
     scheme: PositionScheme,
 ) -> tuple[str, Tensor]:
     """What logits over cached chunks are compared with, and its name."""
-    if isinstance(model, LlamaCppModel):
+    if model.abilities.memory == "own":
         ids = engine.tokenize(question, chunks)
         found = model.logits_in_place(ids.prefix, ids.chunks, ids.query)
         return "chunks computed in their places", found

@@ -58,6 +58,7 @@ ADDS: Final = {
         "eval": "eval with data sets by name, LongBench's metrics, plots",
         "finetune": "finetune --lora, adapter=",
     },
+    "kvcache-rag-llamacpp": {"": "GGUF files run by llama.cpp (--backend llama.cpp)"},
     "kvcache-rag-server": {
         "": "serve, build and playground; asking a server (base_url=)",
         "ray": "build --engine ray",

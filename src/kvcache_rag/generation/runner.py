@@ -510,12 +510,11 @@ def unsaid(request: Request) -> Answer:
 
 
 def _filler_of(model: LanguageModel) -> type[Filler]:
-    """Who brings contexts for a model; what the other one needs loads much."""
-    if model.abilities.memory == "own":
-        from kvcache_rag.generation.cells import CellsFiller
-
-        return CellsFiller
-    from kvcache_rag.generation.buffered import BufferFiller
+    """Who brings contexts for a model."""
+    own: type[Filler] | None = model.contexts()
+    if own is not None:
+        return own
+    from kvcache_rag.generation.buffered import BufferFiller  # it loads much
 
     return BufferFiller
 

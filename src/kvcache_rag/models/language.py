@@ -171,6 +171,10 @@ class LanguageModel(ABC):
         """
         raise UnsupportedModelError(f"{self.config.model_type} takes no mask for each token")
 
+    def contexts(self) -> type[Any] | None:
+        """The `generation.context.Filler` of memory of the model's own; None for our buffers."""
+        return None
+
     def taken(self, cache: Any) -> Any:
         """A cache of ours as the model takes it."""
         return cache

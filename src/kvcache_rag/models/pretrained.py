@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from kvcache_rag.models.adapters import (
     trained_for_blocks,
     with_adapter,
 )
+from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
@@ -33,7 +34,6 @@ from kvcache_rag.prompt.template import PromptTemplate
 if TYPE_CHECKING:
     from kvcache_rag.models.language import LanguageModel
 
-Backend: TypeAlias = Literal["transformers", "llama.cpp"]
 """What runs a model."""
 
 DEVICE_PLANS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -116,7 +116,7 @@ def load(
     tokenizer: Any = None,
     adapter: str | os.PathLike[str] | None = None,
     weight_format: WeightFormat = "plain",
-    backend: Backend = "transformers",
+    backend: str = TRANSFORMERS,
 ) -> tuple[Any, Any, PromptTemplate | None]:
     """Model, tokenizer and the prompt template that they bring along, if any.
 
@@ -136,13 +136,9 @@ def load(
         InvalidInputError: If something cannot be loaded, or does not fit.
         MissingExtraError: If gguf or peft is needed and not installed.
     """
-    if backend not in get_args(Backend):
-        known = " or ".join(map(repr, get_args(Backend)))
-        raise InvalidInputError(f"there is no backend {backend!r}; say {known}")
-    if backend == "llama.cpp":
-        from kvcache_rag.models.llamacpp.loading import load_llama
-
-        model, tokenizer = load_llama(
+    other = named_backend(backend)
+    if other is not None:
+        model, tokenizer = other.load(
             name,
             dtype=dtype,
             device=device,
@@ -181,7 +177,7 @@ def language_model(
     """A loaded model as the rest of the package uses it.
 
     Args:
-        model: A transformers or PEFT model, or what llama.cpp has loaded.
+        model: A transformers or PEFT model, or what another back end has loaded.
         packed_attention: As for `Engine`; of transformers' models alone.
         window: Longest prompt plus answer that is wanted; None for the model's own.
 
@@ -189,21 +185,16 @@ def language_model(
         UnsupportedModelError: If it is spread over several devices, or partly on none.
         InvalidInputError: As for `TransformersModel`.
     """
-    if _is_llama(model):
-        from kvcache_rag.models.llamacpp.model import LlamaCppModel
-
-        return LlamaCppModel(model, window=window)
+    other = backend_of(model)
+    if other is not None:
+        return other.language_model(model, window=window)
     from kvcache_rag.models.hf import TransformersModel
 
     return TransformersModel(model, packed_attention=packed_attention, window=window)
 
 
-def _is_llama(model: Any) -> bool:
-    return getattr(model, "llama", None) is not None
-
-
 def fitted(
-    model: Any, adapter: str | None, weight_format: WeightFormat, backend: Backend
+    model: Any, adapter: str | None, weight_format: WeightFormat, backend: str
 ) -> tuple[Any, PromptTemplate | None]:
     """A loaded model with adapter and weights as they are asked for, and the adapter's template.
 
@@ -211,20 +202,14 @@ def fitted(
         InvalidInputError: If a model that is loaded cannot be given that any more.
     """
     is_plain = adapter in (None, NO_ADAPTER)
-    if _is_llama(model):
-        from kvcache_rag.models.llamacpp.loading import check_format
-
-        check_format(weight_format)
-        if not is_plain:
-            raise InvalidInputError(
-                "llama.cpp takes an adapter while it loads a model, and a loaded one was "
-                "given; name its file, and the adapter"
-            )
+    other = backend_of(model)
+    if other is not None:
+        other.check_loaded(weight_format, has_adapter=not is_plain)
         return model, None
-    if backend == "llama.cpp":
+    if backend != TRANSFORMERS:
         raise InvalidInputError(
-            'backend="llama.cpp" loads a GGUF file, and a loaded model of transformers was '
-            "given; name the file, or leave backend out"
+            f'backend="{backend}" loads a model by its name, and a loaded one of transformers was '
+            "given; name it, or leave backend out"
         )
     if adapter is None or is_plain:
         if weight_format != "auto":
@@ -258,19 +243,18 @@ def name_of(model: Any) -> str:
     return f"{folder.removeprefix('models--').replace('--', '/')}@{path.name[:8]}"
 
 
-def check_model(name: str, backend: Backend = "transformers") -> None:
+def check_model(name: str, backend: str = TRANSFORMERS) -> None:
     """Say before hours of work whether a model is there.
 
     Raises:
         InvalidInputError: If it is not, or cannot be read.
-        MissingExtraError: If llama-cpp-python is needed and not installed.
+        MissingExtraError: If what the back end needs is not installed.
     """
-    resolved = resolve(name)
-    if backend == "llama.cpp":
-        from kvcache_rag.models.llamacpp.loading import file_of
-
-        file_of(name, {})
+    other = named_backend(backend)
+    if other is not None:
+        other.check(name)
         return
+    resolved = resolve(name)
     if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
         return
     _check_folder(resolved, name, "")

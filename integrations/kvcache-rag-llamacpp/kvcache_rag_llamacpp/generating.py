@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
+    from kvcache_rag_llamacpp.causal import LlamaCppForCausalLM
 
 
 class _Config(PretrainedConfig):

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.language import StoppedError
-from kvcache_rag.models.llamacpp.thread import OwnThread
+from kvcache_rag_llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,26 +20,27 @@ from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.language import Abilities, LanguageModel, lock_of
-from kvcache_rag.models.llamacpp.binding import (
+from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
+from kvcache_rag.models.rotation import LayerKind, Move
+from kvcache_rag_llamacpp.binding import (
     CACHE_TYPES,
     CELL_STEP,
     LlamaCppError,
     installed_version,
 )
-from kvcache_rag.models.llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
-from kvcache_rag.models.llamacpp.rope import frequency_sets
-from kvcache_rag.models.llamacpp.state import form_of
-from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
-from kvcache_rag.models.rotation import LayerKind, Move
+from kvcache_rag_llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
+from kvcache_rag_llamacpp.rope import frequency_sets
+from kvcache_rag_llamacpp.state import form_of
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Iterator, Sequence
 
     from kvcache_rag.kv.chunk import GroupLayout
-    from kvcache_rag.models.llamacpp.causal import LlamaCppForCausalLM
-    from kvcache_rag.models.llamacpp.state import CellState, StateForm
     from kvcache_rag.models.rotation import ModelLayout
+    from kvcache_rag_llamacpp.causal import LlamaCppForCausalLM
+    from kvcache_rag_llamacpp.contexts import CellsFiller
+    from kvcache_rag_llamacpp.state import CellState, StateForm
 
 # As `drafts.ROW_COST`, on a processor: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a Qwen2.5
 # of 0.5B in Q4_K_M.
@@ -470,6 +471,12 @@ class LlamaCppModel(LanguageModel):
                 f"token {highest} is beyond the model's {self.llama.vocabulary} embeddings; use "
                 "the tokenizer of the file as it is"
             )
+
+    def contexts(self) -> type[CellsFiller]:
+        """See `LanguageModel.contexts`."""
+        from kvcache_rag_llamacpp.contexts import CellsFiller  # it loads much
+
+        return CellsFiller
 
     @property
     def abilities(self) -> Abilities:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.models.llamacpp.binding import LlamaCpp
+    from kvcache_rag_llamacpp.binding import LlamaCpp
 
 # Sequences of a context: the prefix of chunks; where a chunk is made or brought; prompts.
 PREFIX, WORK, FIRST = 0, 1, 2

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.models.llamacpp.binding import LlamaCpp
+    from kvcache_rag_llamacpp.binding import LlamaCpp
 
 _BASE: Final = 10000.0
 # As llama.cpp has it, whatever a file says.

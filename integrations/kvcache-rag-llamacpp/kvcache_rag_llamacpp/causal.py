@@ -11,14 +11,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import CACHE_NAME
-from kvcache_rag.models.llamacpp.cells import CellsCache
+from kvcache_rag_llamacpp.cells import CellsCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from typing_extensions import Self
 
-    from kvcache_rag.models.llamacpp.binding import LlamaCpp
+    from kvcache_rag_llamacpp.backend import LlamaCppBackend
+    from kvcache_rag_llamacpp.binding import LlamaCpp
 
 
 class LlamaCppForCausalLM:
@@ -59,6 +60,13 @@ class LlamaCppForCausalLM:
         self.adapter_digest = ""
 
     @property
+    def kvcache_backend(self) -> LlamaCppBackend:
+        """What it was loaded by."""
+        from kvcache_rag_llamacpp.backend import BACKEND  # which loads models of this kind
+
+        return BACKEND
+
+    @property
     def name_or_path(self) -> str:
         """Of its file."""
         return str(self.llama.path)
@@ -79,7 +87,7 @@ class LlamaCppForCausalLM:
     def generate(self, ids: Tensor, **arguments: Any) -> Tensor:
         """As `generate()` of transformers, over a cache of the engine's."""
         # It loads much, and a greedy answer does without.
-        from kvcache_rag.models.llamacpp.generating import Generating
+        from kvcache_rag_llamacpp.generating import Generating
 
         run: Any = Generating(self)
         return cast("Tensor", run.generate(ids, **arguments))

@@ -19,11 +19,11 @@ from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.generate import beams, uses_beams
-from kvcache_rag.models.llamacpp.cells import FIRST, CellsCache
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens
 from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow, moves_of
+from kvcache_rag_llamacpp.cells import FIRST, CellsCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.metrics import Miss
-    from kvcache_rag.models.llamacpp.binding import LlamaCpp
-    from kvcache_rag.models.llamacpp.model import LlamaCppModel
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.loader import ContextLoader, Shared
+    from kvcache_rag_llamacpp.binding import LlamaCpp
+    from kvcache_rag_llamacpp.model import LlamaCppModel
 
 _WHY = "llama.cpp has contexts in cells of its own"
 
