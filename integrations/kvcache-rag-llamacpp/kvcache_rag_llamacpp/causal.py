@@ -71,6 +71,10 @@ class LlamaCppForCausalLM:
         """Of its file."""
         return str(self.llama.path)
 
+    def num_parameters(self) -> int:
+        """How many the file has."""
+        return int(self.llama.parameters)
+
     def __copy__(self) -> Self:
         """Attributes of its own over the same file."""
         other = object.__new__(type(self))

@@ -342,8 +342,8 @@ def parameter_count(model: Any) -> int:
     packed: Packed | None = getattr(model, PACKED, None)
     if packed is not None:
         return packed.parameters
-    if (llama := getattr(model, "llama", None)) is not None:
-        return int(llama.parameters)
+    if not isinstance(model, nn.Module):  # of another back end
+        return int(model.num_parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 
 
