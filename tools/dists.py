@@ -49,6 +49,7 @@ PUBLIC: Final = {
         *("kvcache_rag.stores", "kvcache_rag.verdict"),
         "kvcache_rag",
     ],
+    "kvcache-rag-cpu": [],
     "kvcache-rag-llamacpp": [],
     "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
     "kvcache-rag-server": ["kvcache_rag_server.auth", "kvcache_rag_server.remote"],

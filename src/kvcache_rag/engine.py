@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.reading import Reading
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.metrics import Answer
-    from kvcache_rag.models.linears import WeightFormat
+    from kvcache_rag.models.weight_formats import WeightFormat
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 

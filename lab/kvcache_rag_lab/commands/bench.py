@@ -314,7 +314,7 @@ def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import torch
 
     from kvcache_rag.commands.machine import described, load
-    from kvcache_rag.models.linears import parameter_count
+    from kvcache_rag.models.weight_formats import parameter_count
 
     identity, device = engine.identity, engine.model.device.type
     return {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from kvcache_rag.models.compiled import multiplies_bfloat16
+from kvcache_rag.models.processors import multiplies_bfloat16
 from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ ADDS: Final = {
         "": "engine, stores, commands",
         "auth": "signed chunks (--signing-key)",
         "azure": "stores in Azure Blob Storage",
+        "cpu": "weights in 8 and 4 bits, and kernels for x86 CPUs",
         "chroma": "store gc over Chroma collections",
         "documents": "ingest of PDF, HTML and Word files",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
@@ -53,6 +54,7 @@ ADDS: Final = {
         "structured": "JSON that fits a schema",
         "vllm": "serve --backend vllm",
     },
+    "kvcache-rag-cpu": {"": "weights in 8 and 4 bits, and kernels for x86 CPUs"},
     "kvcache-rag-lab": {
         "": "verify, eval, bench and finetune",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
@@ -229,9 +231,14 @@ def _devices() -> list[dict[str, Any]]:
 
 def _kernels() -> dict[str, str]:
     """Why each kernel for CPUs does not run; "" if it does."""
-    from kvcache_rag.models.compiled import KERNELS, why_missing
+    from kvcache_rag.models.processors import kernels
 
-    return {name: why_missing(name) for name in KERNELS}
+    found = kernels()
+    return (
+        {"all": "not installed: pip install kvcache-rag-cpu"}
+        if found is None
+        else {**found.missing()}
+    )
 
 
 def folder_facts(folder: Path) -> dict[str, Any]:

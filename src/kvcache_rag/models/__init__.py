@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache_rag.models.linears import WeightFormat as WeightFormat
-    from kvcache_rag.models.linears import pack_weights as pack_weights
-    from kvcache_rag.models.linears import unpack_weights as unpack_weights
+    from kvcache_rag.models.weight_formats import WeightFormat as WeightFormat
+    from kvcache_rag.models.weight_formats import pack_weights as pack_weights
+    from kvcache_rag.models.weight_formats import unpack_weights as unpack_weights
 else:
     from kvcache_rag.exports import lazy_names
 

@@ -260,10 +260,10 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
 
     Raises:
         InvalidInputError: If it is none, or does not fit the model, or that is rounded (see
-            `models/linears.py`).
+            `weight_formats.py`).
         MissingExtraError: If peft is not installed.
     """
-    from kvcache_rag.models.linears import pack_weights
+    from kvcache_rag.models.weight_formats import pack_weights
 
     folder = adapter_folder(adapter)
     base = base_of(folder)

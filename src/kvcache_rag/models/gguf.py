@@ -25,7 +25,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.models.compiled import multiplies_bfloat16
+from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

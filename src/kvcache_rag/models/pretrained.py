@@ -26,8 +26,8 @@ from kvcache_rag.models.adapters import (
 )
 from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
-from kvcache_rag.models.linears import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
+from kvcache_rag.models.weight_formats import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.prompt.named import template_of_model
 from kvcache_rag.prompt.template import PromptTemplate
 

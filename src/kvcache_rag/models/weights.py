@@ -75,7 +75,7 @@ PACKED: Final = "_kvcache_rag_packed"
 
 @dataclass(frozen=True)
 class Packed:
-    """How the linear layers of a model keep their weights (see `models/linears.py`).
+    """How the linear layers of a model keep their weights (see `weight_formats.py`).
 
     Attributes:
         weight_format: The form.

@@ -1,9 +1,8 @@
 """Attention of few queries over a long cache on CPUs: twice as fast as torch's, and as exact.
 
 torch's flash kernel is made for as many queries as keys.  A question over its stitched chunks, and
-every token of its answer, are few queries over many keys.  `few_queries.c` is compiled when the
-package is built where there is a C compiler; without it, or on another CPU, `library` is None and
-torch's kernel runs.
+every token of its answer, are few queries over many keys.  The kernel comes with kvcache-rag-cpu
+(`few_queries.c`); without it, or on another CPU, `library` is None and torch's kernel runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.models.compiled import compiled
+from kvcache_rag.models.processors import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +105,8 @@ class ChunkContext:
 @cache
 def library() -> Any:
     """The kernel, or None where it was not built or this CPU cannot run it."""
-    found = compiled("attention/libfew_queries.so")
+    installed = kernels()
+    found = None if installed is None else installed.attention()
     if found is None:
         return None
     sizes = tuple(getattr(found, f"kvcache_rag_{name}_bytes", int)() for name in ("shape", "chunk"))

@@ -16,12 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-MODELS = Path("src/kvcache_rag/models")
-SOURCES = (
-    MODELS / "attention" / "few_queries.c",
-    MODELS / "few_rows.c",
-    MODELS / "rounded_weights.c",
-)
+PACKAGE = Path("kvcache_rag_cpu")
+SOURCES = tuple(PACKAGE / f"{name}.c" for name in ("few_queries", "few_rows", "rounded_weights"))
 
 
 def compiled(root: Path) -> list[Path]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.functional import linear
 
-from kvcache_rag.models import few_rows
-from kvcache_rag.models.compiled import compiled
+from kvcache_rag_cpu import few_rows
+from kvcache_rag_cpu.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.models.compiled import compiled
+from kvcache_rag_cpu.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from kvcache_rag.models import few_rows
+from kvcache_rag_cpu import few_rows
 
 # Widths are whole blocks of the kernel; torch adds up wider rows in another order.
 _BLOCK: Final = 64

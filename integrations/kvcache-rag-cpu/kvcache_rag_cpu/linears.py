@@ -13,33 +13,23 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import platform
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models import few_rows, rounded_weights
-from kvcache_rag.models.compiled import multiplies_bfloat16
-from kvcache_rag.models.norms import FusedNorm, fused_norm
+from kvcache_rag.models.processors import has_kernels
+from kvcache_rag.models.weight_formats import parameter_count
 from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
+from kvcache_rag_cpu import few_rows, rounded_weights
+from kvcache_rag_cpu.norms import FusedNorm, fused_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
-
-WeightFormat: TypeAlias = Literal["auto", "plain", "prepacked", "int8", "int4"]
-"""How the linear layers of a model keep their weights.
-
-"plain" as they were loaded; "prepacked" the same numbers in oneDNN's order; "int8" with one scale
-per output; "int4" with a scale and a zero point per 32 inputs, the output layer in int8; "auto" is
-"prepacked" for a bfloat16 model on an x86 CPU that multiplies bfloat16, else "plain".
-"""
-
-FORMATS: Final[tuple[str, ...]] = get_args(WeightFormat)
 
 # Inputs that share a scale and a zero point in four bits, as in llama.cpp's Q4_1.
 GROUP: Final = 32
@@ -282,32 +272,15 @@ def _shaped(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
     return output.view(*inputs.shape[:-1], -1)
 
 
-def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
-    """Exchange the linear layers of a model on a CPU for ones that are faster there.
-
-    Chunks of a "prepacked" model are those of the plain one (its numbers are the same, added up in
-    another order); "int8" and "int4" are models of their own, whose chunks are kept apart.
-
-    Args:
-        model: A loaded transformers model; it is changed.  Layers that are no plain `nn.Linear`
-            (an adapter's, experts in one tensor) stay.
-        weight_format: See `WeightFormat`.
-
-    Returns:
-        The model.
-
-    Raises:
-        InvalidInputError: If there is no such form, or it is none for this model.  Then nothing
-            was changed.
-    """
-    check_weight_format(weight_format)
+def pack(model: Any, weight_format: str) -> Any:
+    """See `kvcache_rag.models.weight_formats.pack_weights`."""
     before = getattr(model, PACKED, None)
     now = "plain" if before is None else before.weight_format
     if weight_format == "auto":
         gains = now == "plain" and _prepacks(model) and any(_forms(model, "prepacked"))
         return _pack(model, "prepacked") if gains else model
     if now == "prepacked" != weight_format:
-        unpack_weights(model)  # the numbers are the same
+        unpack(model)  # the numbers are the same
         now, before = "plain", None
     if weight_format == now:
         return model
@@ -315,15 +288,8 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
     return _pack(model, weight_format)
 
 
-def check_weight_format(weight_format: str) -> None:
-    """Raise `InvalidInputError` if there is no such form."""
-    if weight_format not in FORMATS:
-        names = ", ".join(map(repr, FORMATS))
-        raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
-
-
-def unpack_weights(model: Any) -> Any:
-    """Give a model layers of torch's again, with the numbers that they have now."""
+def unpack(model: Any) -> Any:
+    """See `kvcache_rag.models.weight_formats.unpack_weights`."""
     made: dict[nn.Module, nn.Module] = {}
     for module in [*model.modules()]:
         for name, child in [*module._modules.items()]:
@@ -335,16 +301,6 @@ def unpack_weights(model: Any) -> Any:
         delattr(model, PACKED)
         _tie_again(model)
     return model
-
-
-def parameter_count(model: Any) -> int:
-    """Parameters of a model, however its layers keep them; tied ones count once."""
-    packed: Packed | None = getattr(model, PACKED, None)
-    if packed is not None:
-        return packed.parameters
-    if not isinstance(model, nn.Module):  # of another back end
-        return int(model.num_parameters())
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _pack(model: Any, weight_format: str) -> Any:
@@ -431,8 +387,7 @@ def _prepacks(model: Any) -> bool:
         and model.dtype == torch.bfloat16
         and not hasattr(model, "peft_config")
         and getattr(model, "hf_quantizer", None) is None
-        and platform.machine().lower() in ("x86_64", "amd64")
-        and multiplies_bfloat16()
+        and has_kernels()
     )
 
 

@@ -10,7 +10,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "../avx512.h"
+#include "avx512.h"
 
 #define TOKENS 64 /* keys of a block */
 #define LOG2_E 1.44269504f

@@ -1,4 +1,4 @@
-"""What this CPU can: what `hatch_build.py` compiled for it, and whether it multiplies bfloat16."""
+"""What `hatch_build.py` compiled for this CPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import ctypes
 from pathlib import Path
 from typing import Final
 
-import torch
-
 KERNELS: Final = {
-    "attention": "attention/libfew_queries.so",
+    "attention": "libfew_queries.so",
     "linear layers": "libfew_rows.so",
     "rounded weights": "librounded_weights.so",
 }
@@ -27,16 +25,11 @@ def compiled(name: str) -> ctypes.CDLL | None:
         return None
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this CPU; elsewhere torch does, far more slowly."""
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def why_missing(kernel: str) -> str:
     """Why one of `KERNELS` does not run, for people; "" if it does."""
     name = KERNELS[kernel]
     if compiled(name) is not None:
         return ""
     if not (_HERE / name).is_file():
-        return "not compiled: there was no C compiler when kvcache-rag was installed"
+        return "not compiled: there was no C compiler when kvcache-rag-cpu was installed"
     return "not for this CPU, which lacks AVX-512 with bfloat16"
