@@ -16,15 +16,9 @@ NEEDED = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"
 )
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
 )
 
 
@@ -45,11 +39,8 @@ def start(profile: Path) -> Any:
 def barriers(driver: Any, looked_at: set[str]) -> list[str]:
     """What axe-core finds fault with in the page that is open; some rules must have passed."""
     driver.execute_script(_axe())
-    found = json.loads(
-        driver.execute_async_script(
-            "axe.run(document).then((found) => arguments[0](JSON.stringify(found)))"
-        )
-    )
+    script = "axe.run(document).then((found) => arguments[0](JSON.stringify(found)))"
+    found = json.loads(driver.execute_async_script(script))
     assert looked_at <= {rule["id"] for rule in found["passes"]}
     return [
         f"{rule['id']} ({rule['help']}): {node['html']} {node['failureSummary']}"

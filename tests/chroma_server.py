@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def chroma_server(folder: Path) -> Iterator[tuple[str, int]]:
     """A server on a free port, stopped in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # The script `chroma` need not lie beside this Python.
-    command = [sys.executable, "-c", "from chromadb.cli.cli import app; app()"]
-    process = subprocess.Popen(
-        [*command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-c", "from chromadb.cli.cli import app; app()", "run"]
+    command += ["--path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
     try:
         for _ in range(300):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

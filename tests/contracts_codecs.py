@@ -6,14 +6,15 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvcache_rag import codecs
 from kvcache_rag.codecs import CODECS, by_name
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.prefill import _position
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.file import file_bytes
-from tests.chunks import LAYOUTS, bits, empty_chunk, flat, key_of, window
+from kvcache_rag.stores.file import file_bytes, verify_file
+from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 
 # No token, one, and more than one group of every codec that has groups of tokens.
 LENGTHS = [0, 1, 65]
+
+
+def finite_chunk(
+    seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = LAYOUT, start: int = 3
+) -> ChunkKV:
+    """`make_chunk` without infinities and NaN, which quantising codecs refuse."""
+    generator = torch.Generator().manual_seed(seed)
+    chunk = empty_chunk(tokens, layout, start)
+    chunk.tokens.copy_(torch.randint(0, 32000, (tokens,), generator=generator))
+    for tensor in flat(chunk):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 3 + 1)
+    return chunk
 
 
 class CodecContract:
@@ -113,6 +126,8 @@ class CodecContract:
         encoded = self.codec.encode(chunk)
         payload = sum(tensor.nbytes for tensor in encoded.values()) + chunk.tokens.nbytes
         assert size % 4096 == payload % 4096
+        facts = verify_file(str(store.path(key_of(chunk))), key_of(chunk).digest)
+        assert (facts.codec, facts.tokens) == (self.name, tokens)
         assert self.is_restored(store.get(key_of(chunk), layout).chunk, chunk)
 
     # Law: memory that may be filled directly is that of the chunk, and filling it is decoding.

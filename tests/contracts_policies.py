@@ -135,5 +135,8 @@ class PolicyContract:
         for code in self.wrong:
             with pytest.raises(InvalidInputError) as caught:
                 self.made(code)
-            assert "\n" not in str(caught.value)
-            assert ". " not in str(caught.value)
+            said = str(caught.value)
+            assert "\n" not in said
+            assert ". " not in said
+            fields = dataclasses.fields(self.made(self.written[0]))
+            assert any(field.name in said for field in fields), "which setting it is"

@@ -13,6 +13,7 @@ from pypdf.generic import (
     DictionaryObject,
     NameObject,
     NumberObject,
+    PdfObject,
     RectangleObject,
     TextStringObject,
 )
@@ -24,20 +25,11 @@ if TYPE_CHECKING:
 def pdf(pages: Sequence[str], *, user_password: str | None = None) -> bytes:
     """A PDF with a line of text on each page; "" leaves the page without any."""
     writer = PdfWriter()
-    font = DictionaryObject(
-        {
-            NameObject("/Type"): NameObject("/Font"),
-            NameObject("/Subtype"): NameObject("/Type1"),
-            NameObject("/BaseFont"): NameObject("/Helvetica"),
-        }
-    )
+    named = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
+    font = writer._add_object(_entries(named))
     for text in pages:
-        page = writer.add_blank_page(width=600, height=800)
-        content = DecodedStreamObject()
-        content.set_data(f"BT /F1 12 Tf 40 700 Td ({text}) Tj ET".encode() if text else b"")
-        fonts = DictionaryObject({NameObject("/F1"): writer._add_object(font)})
-        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-        page[NameObject("/Contents")] = writer._add_object(content)
+        line = f"BT /F1 12 Tf 40 700 Td ({text}) Tj ET".encode() if text else b""
+        _draw(writer, line, {"/Font": {"/F1": font}})
     if user_password is not None:
         writer.encrypt(user_password, "owner", algorithm="AES-256")
     return _written(writer)
@@ -45,34 +37,29 @@ def pdf(pages: Sequence[str], *, user_password: str | None = None) -> bytes:
 
 def nested_pdf(levels: int, pages: int = 1) -> bytes:
     """A PDF of pages with a form that shows one twice that shows one twice, and so on."""
-    writer = PdfWriter()
-    form = _form(writer, b"", None)
-    for _ in range(levels):
-        form = _form(writer, b"/X Do /X Do", form)
+    writer, shown = PdfWriter(), dict[str, Any]()
+    for level in range(levels + 1):
+        form = _stream(b"/X Do /X Do" if level else b"")
+        values = {"/Type": "/XObject", "/Subtype": "/Form"}
+        form.update(_entries({**values, "/Resources": shown} if level else values))
+        form[NameObject("/BBox")] = RectangleObject((0, 0, 9, 9))
+        shown = {"/XObject": {"/X": writer._add_object(form)}}
     for _ in range(pages):
-        page = writer.add_blank_page(width=600, height=800)
-        page[NameObject("/Resources")] = _showing(form)
-        content = DecodedStreamObject()
-        content.set_data(b"/X Do")
-        page[NameObject("/Contents")] = writer._add_object(content)
+        _draw(writer, b"/X Do", shown)
     return _written(writer)
 
 
-def _form(writer: PdfWriter, data: bytes, inner: Any) -> Any:
-    form = DecodedStreamObject()
-    form.set_data(data)
-    form[NameObject("/Type")], form[NameObject("/Subtype")] = (
-        NameObject("/XObject"),
-        NameObject("/Form"),
-    )
-    form[NameObject("/BBox")] = RectangleObject((0, 0, 9, 9))
-    if inner is not None:
-        form[NameObject("/Resources")] = _showing(inner)
-    return writer._add_object(form)
+def _draw(writer: PdfWriter, content: bytes, resources: dict[str, Any]) -> None:
+    """Add a page."""
+    page = writer.add_blank_page(width=600, height=800)
+    page[NameObject("/Resources")] = _entries(resources)
+    page[NameObject("/Contents")] = writer._add_object(_stream(content))
 
 
-def _showing(form: Any) -> DictionaryObject:
-    return DictionaryObject({NameObject("/XObject"): DictionaryObject({NameObject("/X"): form})})
+def _stream(data: bytes) -> DecodedStreamObject:
+    made = DecodedStreamObject()
+    made.set_data(data)
+    return made
 
 
 _WORD: Final = {
@@ -117,20 +104,15 @@ def docx(
         f'<w:footnote w:id="{number}"><w:p>{run(text)}</w:p></w:footnote>'
         for number, text in enumerate(notes, 1)
     )
+    remarks = "".join(
+        f'<w:comment w:id="{number}"><w:p>{run(one)}</w:p></w:comment>'
+        for number, one in enumerate(comments)
+    )
     parts = {
         "word/document.xml": f"<w:body>{texts}{table and f'<w:tbl>{table}</w:tbl>'}{body}</w:body>",
         **({"word/footnotes.xml": footnotes} if notes else {}),
         **({"word/header1.xml": f"<w:p>{run(header)}</w:p>"} if header else {}),
-        **(
-            {
-                "word/comments.xml": "".join(
-                    f'<w:comment w:id="{number}"><w:p>{run(one)}</w:p></w:comment>'
-                    for number, one in enumerate(comments)
-                )
-            }
-            if comments
-            else {}
-        ),
+        **({"word/comments.xml": remarks} if comments else {}),
     }
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
@@ -172,6 +154,8 @@ def _entries(values: dict[str, Any]) -> DictionaryObject:
             return ArrayObject(map(entry, value))
         if isinstance(value, int):
             return NumberObject(value)
+        if isinstance(value, PdfObject):
+            return value
         return NameObject(value) if value.startswith("/") else TextStringObject(value)
 
     return DictionaryObject({NameObject(key): entry(value) for key, value in values.items()})

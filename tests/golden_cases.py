@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_rag import Answer, DiskStore, Engine, Metrics, PromptTemplate
 from kvcache_rag.codecs import CODECS, Codec
@@ -18,24 +19,18 @@ from kvcache_rag.codecs import by_name as codec_by_name
 from kvcache_rag.kv import ChunkKV
 from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.verdict import Identity
 from kvcache_rag_lab.finetune.config import FinetuneConfig, JsonlData
 from kvcache_rag_lab.scoring.ask import Place, Record
 from kvcache_rag_lab.scoring.question import Question
-from kvcache_rag_server.backend import (
-    BackendRequest,
-    Event,
-    Failed,
-    Finished,
-    OwnPolicy,
-    Piece,
-    Prefilled,
-    Started,
-)
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.backend import BackendRequest, Event, Failed, Finished, Piece, Started
 from kvcache_rag_server.keys import Caller
+from tests.serve_fakes import Scripted, chat, client, settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
+
+    from fastapi import FastAPI
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 GOLDEN: Final = Path(__file__).resolve().parent / "golden"
@@ -222,38 +217,43 @@ def api_keys_text() -> str:
     )
 
 
+_OF_BOTH: Final[dict[str, Any]] = {
+    "context_window": 512,
+    "kv_dir": "kv",
+    "kv_max_bytes": 1 << 20,
+    "gate": "verdict.json",
+    "rotation": "copied",
+    "system_prompt": "Be brief.",
+}
+
+
 def llama_index_objects() -> dict[str, Any]:
     """Objects whose `to_dict` people keep, with settings that are not the defaults."""
+    import chromadb
+
     from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheVectorStore
 
     llm = KVCacheLLM(
         model_name="tiny",
         device_map="cpu",
-        context_window=512,
         max_new_tokens=9,
         generate_kwargs={"do_sample": False},
         model_kwargs={"dtype": torch.float32},
         stopping_ids=[5],
         is_chat_model=False,
-        kv_dir="kv",
-        kv_max_bytes=1 << 20,
-        gate="verdict.json",
-        rotation="copied",
-        system_prompt="Be brief.",
+        **_OF_BOTH,
     )
-    import chromadb
 
     rows = chromadb.EphemeralClient().get_or_create_collection("frozen")
     store = KVCacheVectorStore(rows, collection_kwargs={"metadata": {"a": 1}}, show_progress=True)
     return {"embedding": HashEmbedding(dimensions=64, ngrams=(2, 3)), "llm": llm, "store": store}
 
 
-def langchain_chat() -> Any:
-    """A chat model with settings that are not the defaults."""
+def langchain_values() -> dict[str, Any]:
+    """What a chat model with other settings than the defaults says, and LangChain's cache keeps."""
     from langchain_kvcache_rag import ChatKVCache
 
-    return ChatKVCache(
-        model="tiny",
+    model = ChatKVCache(
         temperature=0.5,
         max_tokens=9,
         stop=["."],
@@ -265,97 +265,46 @@ def langchain_chat() -> Any:
         max_batch_size=2,
         device="cpu",
         model_kwargs={"dtype": "float32"},
-        context_window=512,
-        kv_dir="kv",
-        kv_max_bytes=1 << 20,
-        gate="verdict.json",
-        rotation="copied",
-        system_prompt="Be brief.",
+        model="tiny",
+        **_OF_BOTH,
     )
-
-
-def langchain_values() -> dict[str, Any]:
-    """What a chat model says of its settings: plain values, and what LangChain's cache keeps."""
-    chat = langchain_chat()
     return {
-        "identifying": dict(chat._identifying_params),
-        "ls_params": dict(chat._get_ls_params()),
-        "settings": chat.model_dump(mode="json"),
-        "type": chat._llm_type,
+        "identifying": dict(model._identifying_params),
+        "ls_params": dict(model._get_ls_params()),
+        "settings": model.model_dump(mode="json"),
+        "type": model._llm_type,
     }
 
 
 # ---------------------------------------------------------------------- the server
-class SilentBackend:
-    """Answers every question with "yes", and counts like a real one."""
+async def _says(work: BackendRequest) -> AsyncGenerator[Event, None]:
+    """Start, say a piece, end; or fail, if that is what is asked for."""
+    yield Started(0.25, prefetched=True, batch=2, replica="r1")
+    if work.question == "fail":
+        yield Failed(503, "server_error", "It is down.")
+        return
+    yield Piece("yes")
+    metrics = Metrics(policy="Reuse()", generated_tokens=1, hits={"memory": 1})
+    yield Finished(Answer("yes", metrics, (1,)))
 
-    async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
-        """Start, say a piece, end; or fail, if that is what is asked for."""
-        yield Started(0.25, prefetched=True, batch=2, replica="r1")
-        if work.question == "fail":
-            yield Failed(503, "server_error", "It is down.")
-            return
-        yield Piece("yes")
-        hits = {"memory": 1}
-        metrics = Metrics(policy="Reuse()", generated_tokens=1, hits=hits)
-        yield Finished(Answer("yes", metrics, (1,)))
 
-    async def count(self, work: BackendRequest) -> int:
-        """Letters."""
-        return len(work.question)
-
-    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
-        """Nothing."""
-        return {"answered_from": ()}
-
-    async def ready(self) -> bool:
-        """Always."""
-        return True
-
+class _Counting(Scripted):
     async def stats(self) -> Mapping[str, Any]:
         """Every counter that a replica can have."""
-        names = ("waiting", "running", "answered", "failed", "cancelled", "refused")
-        tier = dict.fromkeys(
-            ("bytes", "hits", "misses", "seconds", "bytes_read", "bytes_written", "puts"), 1
+        states = ("waiting", "running", "answered", "failed", "cancelled", "refused")
+        tier = (
+            *("bytes", "hits", "misses", "seconds", "bytes_read", "bytes_written", "puts"),
+            *("evictions", "corrupt", "put_failures", "failures", "declined"),
         )
-        tier.update(
-            dict.fromkeys(("evictions", "corrupt", "put_failures", "failures", "declined"), 1)
-        )
-        prefetch = {"waiting": 1, "prefilled": 2}
-        tiers = [{"tier": "memory", **tier}]
-        replica = {"replica": "r1", **dict.fromkeys(names, 1), "prefetch": prefetch}
-        return {"replicas": [{**replica, "tiers": tiers}]}
-
-    async def prefill(self, work: BackendRequest) -> Prefilled:
-        """All new."""
-        return Prefilled(len(work.chunks), sum(map(len, work.chunks)), len(work.chunks))
-
-    async def models(self) -> Mapping[str, int | None]:
-        """One."""
-        return {"tiny": 512}
-
-    async def identity(self) -> Identity:
-        """Some model."""
-        return Identity("tiny", "r", "native", "float32", "p", "t", "s")
-
-    async def own_policy(self) -> OwnPolicy:
-        """Nobody knows."""
-        return OwnPolicy()
-
-    async def drain(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        """Nothing to close."""
+        replica = {"replica": "r1", **dict.fromkeys(states, 1)}
+        replica["prefetch"] = {"waiting": 1, "prefilled": 2}
+        replica["tiers"] = [{"tier": "memory", **dict.fromkeys(tier, 1)}]
+        return {"replicas": [replica]}
 
 
-def build_server(keys: Path | None) -> Any:
+def build_server(keys: Path | None) -> FastAPI:
     """The server's application, with API keys or without."""
-    from kvcache_rag_server.app import build_app
-    from kvcache_rag_server.settings import ServerSettings
-
-    settings = ServerSettings(model="tiny", api_keys=keys)
-    return build_app(SilentBackend(), settings)
+    return build_app(_Counting(_says), settings(api_keys=keys))
 
 
 def openapi(keys: Path | None) -> dict[str, Any]:
@@ -368,17 +317,12 @@ def openapi(keys: Path | None) -> dict[str, Any]:
 
 async def metric_families() -> dict[str, Any]:
     """Type, help and label names of everything at `/metrics`, after one answer and one failure."""
-    import httpx
-    from prometheus_client.parser import text_string_to_metric_families
-
-    transport = httpx.ASGITransport(build_server(None))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client(build_server(None)) as http:
         for question, status in (("Where?", 200), ("fail", 503)):
-            body = {"model": "tiny", "messages": [{"role": "user", "content": question}]}
-            answered = await client.post("/v1/chat/completions", json=body)
+            answered = await http.post("/v1/chat/completions", json=chat(question))
             if answered.status_code != status:
                 raise RuntimeError(answered.text)
-        text = (await client.get("/metrics")).text
+        text = (await http.get("/metrics")).text
     # Metrics with labels have no samples, and so no names of labels, before their first use.
     return {
         family.name: {

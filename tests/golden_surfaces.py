@@ -11,7 +11,7 @@ import io
 import re
 import sys
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-PROJECTS: Final = {
-    "kvcache-rag": ROOT / "pyproject.toml",
-    "kvcache-rag-lab": ROOT / "lab/pyproject.toml",
-    "kvcache-rag-server": ROOT / "integrations/kvcache-rag-server/pyproject.toml",
-    "kvcache-rag-smollm2": ROOT / "integrations/kvcache-rag-smollm2/pyproject.toml",
-    "langchain-kvcache-rag": ROOT / "integrations/langchain-kvcache-rag/pyproject.toml",
-    "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
-    "vllm-kvcache-rag": ROOT / "integrations/vllm-kvcache-rag/pyproject.toml",
-}
 SOURCES: Final = {
     "kvcache-rag": "src/kvcache_rag",
     "kvcache-rag-lab": "lab/kvcache_rag_lab",
@@ -41,6 +32,12 @@ SOURCES: Final = {
     "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
     "llama-index-kvcache-rag": "integrations/llama-index-kvcache-rag/llama_index",
     "vllm-kvcache-rag": "integrations/vllm-kvcache-rag/vllm_kvcache_rag",
+}
+PROJECTS: Final = {
+    name: (ROOT / place).parent / "pyproject.toml"
+    if place[:3] != "src"
+    else ROOT / "pyproject.toml"
+    for name, place in SOURCES.items()
 }
 _OURS: Final = (
     *("kvcache_rag", "kvcache_rag_lab", "kvcache_rag_server"),
@@ -97,32 +94,30 @@ def options_of(page: str) -> list[str]:
 
 def projects() -> dict[str, Any]:
     """Names of entry points, requirements and extras, out of each `pyproject.toml`."""
-    found = {}
-    for name, path in PROJECTS.items():
-        project = _toml(path)["project"]
-        groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
-        found[name] = {
-            "name": project["name"],
-            "python": project["requires-python"],
-            "requires": sorted(project["dependencies"]),
-            "extras": {k: sorted(v) for k, v in project.get("optional-dependencies", {}).items()},
-            "entry_points": {k: sorted(v) for k, v in groups.items()},
-        }
-    return found
+    return {name: dict(_declared(path)) for name, path in PROJECTS.items()}
+
+
+def _declared(path: Path) -> Iterator[tuple[str, Any]]:
+    project = _toml(path)["project"]
+    yield "name", project["name"]
+    yield "python", project["requires-python"]
+    yield "requires", sorted(project["dependencies"])
+    extras = project.get("optional-dependencies", {})
+    yield "extras", {name: sorted(asked) for name, asked in extras.items()}
+    yield "entry_points", {group: sorted(points) for group, points in _points(project).items()}
+
+
+def _points(project: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
 
 
 def entry_point_targets() -> Iterator[tuple[str, str, Any]]:
     """Group, name and object of every entry point that a `pyproject.toml` declares."""
     for path in PROJECTS.values():
-        project = _toml(path)["project"]
-        groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
-        for group, points in groups.items():
-            if group == "kvcache_rag.adapters":  # leads to a folder
-                continue
+        for group, points in _points(_toml(path)["project"]).items():
             for name, target in points.items():
-                module, _, attribute = target.partition(":")
-                value = import_module(module)
-                yield group, name, getattr(value, attribute) if attribute else value
+                if group != "kvcache_rag.adapters":  # which leads to a folder
+                    yield group, name, EntryPoint(name, target, group).load()
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -151,49 +146,19 @@ def configuration() -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- policies and codecs
 POLICIES: Final = (
-    "Ape()",
-    "Ape(temperature=0.7, scale=1.1)",
-    "BestFew()",
-    "BestFew(count=2)",
-    "BestLast()",
-    "BestLast(share=0.4, positions='composite')",
-    "BestRead()",
-    "BestRead(count=2)",
-    "CacheBlend()",
-    "CacheBlend(ratio=0.3, check_layer=2, positions='composite')",
-    "CacheClip()",
-    "CacheClip(ratio=0.4, window=4, threshold=None)",
-    "Combination()",
-    "FullRecompute()",
-    "LegoLink()",
-    "LegoLink(tokens=4, positions='composite')",
-    "ProphetKV()",
-    "ProphetKV(ratio=0.3, positions='composite')",
-    "Reuse()",
-    "Reuse(positions='composite')",
+    *("Ape()", "Ape(temperature=0.7, scale=1.1)", "BestFew()", "BestFew(count=2)", "BestLast()"),
+    *("BestLast(share=0.4, positions='composite')", "BestRead()", "BestRead(count=2)"),
+    *("CacheBlend()", "CacheBlend(ratio=0.3, check_layer=2, positions='composite')"),
+    *("CacheClip()", "CacheClip(ratio=0.4, window=4, threshold=None)", "Combination()"),
+    *("FullRecompute()", "LegoLink()", "LegoLink(tokens=4, positions='composite')", "ProphetKV()"),
+    *("ProphetKV(ratio=0.3, positions='composite')", "Reuse()", "Reuse(positions='composite')"),
 )
 """As a user writes them."""
 NAMED: Final = (
-    "full",
-    "reuse",
-    "composite",
-    "bestfew",
-    "bestfew:2",
-    "bestlast",
-    "bestlast:0.4",
-    "prophetkv",
-    "prophetkv:0.3",
-    "legolink",
-    "legolink:8",
-    "cacheblend",
-    "cacheblend:0.3",
-    "cacheclip",
-    "cacheclip:0.3",
-    "cacheclip:0.3,mean",
-    "cacheclip:0.3,4",
-    "ape",
-    "ape:0.8,0.7",
-    "combination",
+    *("full", "reuse", "composite", "bestfew", "bestfew:2", "bestlast", "bestlast:0.4"),
+    *("prophetkv", "prophetkv:0.3", "legolink", "legolink:8", "cacheblend", "cacheblend:0.3"),
+    *("cacheclip", "cacheclip:0.3", "cacheclip:0.3,mean", "cacheclip:0.3,4"),
+    *("ape", "ape:0.8,0.7", "combination"),
 )
 
 
@@ -264,15 +229,14 @@ def interface() -> dict[str, Any]:
         module = import_module(package)
         names = sorted(getattr(module, "__all__", ()))
         found[package] = {name: _described(getattr(module, name)) for name in names}
-    found["vllm_kvcache_rag"] = written_class(CONNECTOR_FILE, CONNECTOR)
+    found["vllm_kvcache_rag"] = _written_class(CONNECTOR_FILE, "KVCacheRAGConnector")
     return found
 
 
-CONNECTOR: Final = "KVCacheRAGConnector"
 CONNECTOR_FILE: Final = ROOT / "integrations/vllm-kvcache-rag/vllm_kvcache_rag/connector.py"
 
 
-def written_class(path: Path, kind: str) -> dict[str, Any]:
+def _written_class(path: Path, kind: str) -> dict[str, Any]:
     """A class as it is written, or none if it is gone: importing this one takes vLLM."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == kind)
@@ -337,28 +301,29 @@ def _returned(function: Any) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """A signature with its annotations as they are written."""
+    """A signature with its annotations as they are written, and no mark of positional-only ones."""
     signature = inspect.signature(function)
-    parts, kinds = [], inspect.Parameter
-    is_keyword = False
-    for index, (name, one) in enumerate(signature.parameters.items()):
-        stars = "*" * ((one.kind is kinds.VAR_POSITIONAL) + 2 * (one.kind is kinds.VAR_KEYWORD))
-        if one.kind is kinds.KEYWORD_ONLY and not is_keyword:
-            parts.append("*")
-        is_keyword = is_keyword or one.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
-        text = f"{stars}{name}"
-        is_own = index == 0 and name in ("self", "cls")
-        if one.annotation is not kinds.empty and not is_own:
-            text += f": {_annotation(one.annotation)}"
-        parts.append(text if one.default is kinds.empty else f"{text} = {one.default!r}")
-    found = f"({', '.join(parts)})"
-    if signature.return_annotation is not signature.empty:
-        found += f" -> {_annotation(signature.return_annotation)}"
-    return _plain(found)
+    parameters = [
+        one.replace(
+            annotation=_annotation(one.annotation), kind=max(one.kind, one.POSITIONAL_OR_KEYWORD)
+        )
+        for one in signature.parameters.values()
+    ]
+    returns = _annotation(signature.return_annotation)
+    return _plain(str(signature.replace(parameters=parameters, return_annotation=returns)))
 
 
-def _annotation(value: Any) -> str:
-    return value if isinstance(value, str) else inspect.formatannotation(value)
+class _Written(str):
+    """An annotation as it is written: `inspect` shows its representation."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _annotation(value: Any) -> Any:
+    if value is inspect.Signature.empty:
+        return value
+    return _Written(value if isinstance(value, str) else inspect.formatannotation(value))
 
 
 def _plain(text: str) -> str:

@@ -193,13 +193,8 @@ def _bomb(parts: dict[str, bytes], name: str, chance: random.Random, most: int) 
 def _lying(parts: dict[str, bytes], name: str, chance: random.Random, most: int) -> bytes:
     """A size, a method or a name that is not so, in one of the two places that say it."""
     raw = bytearray(_bomb(parts, name, chance, most) if chance.random() < 0.3 else _zipped(parts))
-    mark, places = chance.choice(
-        (
-            (b"PK\x03\x04", range(4, 30)),
-            (b"PK\x01\x02", range(4, 46)),
-            (b"PK\x05\x06", range(4, 22)),
-        )
-    )
+    mark, end = chance.choice(((b"PK\x03\x04", 30), (b"PK\x01\x02", 46), (b"PK\x05\x06", 22)))
+    places = range(4, end)
     heads = [found.start() for found in re.finditer(re.escape(mark), raw)]
     for _ in range(chance.choice((1, 3))):
         at = chance.choice(heads) + chance.choice(places)
@@ -276,19 +271,8 @@ _YAML: Final = (
         "a: &a [*a]\n",
         "---\n",
     ),
-    *(
-        "a: >\n  x\n",
-        ": ",
-        '"',
-        "a: b\n",
-        "#",
-        "%YAML 1.1\n",
-        "\t",
-        "<<: x\n",
-        " ",
-        "\ufeff",
-        "k{}: v\n",
-    ),
+    *("a: >\n  x\n", ": ", '"', "a: b\n", "#", "%YAML 1.1\n", "\t", "<<: x\n", " ", "\ufeff"),
+    "k{}: v\n",
 )
 
 

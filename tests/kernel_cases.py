@@ -95,6 +95,7 @@ CASES: dict[str, Case] = {
     "keep, splits": Case(rows=UNEVEN, queries=22, tail=22, splits=2),
     "keep, later": Case(rows=UNEVEN, queries=1, tail=25, masked=True),
     "row without segments": Case(rows=(*UNEVEN[:2], (40, ())), queries=22, tail=22),
+    "no segments": Case(rows=((0, ()), (0, ()))),
     "window": Case(window=20),
     "window over segments": Case(window=60, queries=17, tail=20, masked=True),
     "window, decoding": Case(window=50, queries=1, rows=((0, ((4, 0), (1, 150))),), run=32),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import access
 import pytest
@@ -18,12 +19,16 @@ from kvcache_rag import Engine, MemoryStore, Message, PromptTemplate
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.mask import MaskedSequence, block_mask
 from kvcache_rag.models.cache import CACHE_NAME, growing_cache
+from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
+from kvcache_rag.policies.selection import nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.policies.base import Scorer, Signal, Signals
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -44,6 +49,31 @@ class Recorder:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         self.steps.append(scores.clone())
         return scores
+
+
+@dataclass(frozen=True)
+class Picked(ReusePolicy):
+    """Selects what a function of the prompt and of what is measured on it gives."""
+
+    name: ClassVar[str] = "picked"
+    pick: Callable[[StitchedPrompt, Signals], Any]
+    positions: PositionScheme = "reordered"
+    reads: tuple[Signal, ...] = ()
+    auxiliary: Scorer | None = None
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        found: Tensor = self.pick(prompt, signals)
+        return found
+
+
+def looking(look: Callable[[Signals], object], *more: Any, **options: Any) -> Picked:
+    """A policy that looks at what is measured, and selects nothing."""
+
+    def pick(prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        look(signals)
+        return nothing(prompt)
+
+    return Picked(pick, *more, **options)
 
 
 def _texts() -> list[str]:

@@ -12,27 +12,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-T = TypeVar("T")
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TABLE: Final = Path(__file__).with_suffix(".toml")
 PACKAGE: Final = "kvcache_rag"
+FORKED: Final = multiprocessing.get_context("fork")
 SECONDS: Final = 300  # of one test: a mutant that hangs was not noticed by a test
 
 # What is loaded once; nothing of ours may be among it.
@@ -106,15 +107,17 @@ class Outcome:
     """How tests ended against a copy.
 
     Attributes:
+        seconds: How long they took.
+        words: The end of what pytest said.
         passed: Ids of those that passed.
         failures: What went wrong otherwise: test, phase, kind of error, its first line, and whether
             it is an assertion or an error of ours in the test itself.
-        words: The end of what pytest said.
     """
 
-    passed: tuple[str, ...] = ()
-    failures: tuple[dict[str, Any], ...] = ()
-    words: str = ""
+    seconds: float
+    words: str
+    passed: Sequence[str] = ()
+    failures: Sequence[dict[str, Any]] = ()
 
     @property
     def is_noticed(self) -> bool:
@@ -167,7 +170,7 @@ class Watcher:
         )
 
 
-def within(source: Path, tests: Sequence[str]) -> int:
+def within(source: Path, tests: Sequence[str]) -> None:
     """Run tests against a copy, and write beside it how they ended."""
     output = os.open(source.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -182,65 +185,36 @@ def within(source: Path, tests: Sequence[str]) -> int:
     if not Path(kvcache_rag.__file__).is_relative_to(source):
         raise UnusableError(f"tests would import {kvcache_rag.__file__}, not the copy")
     watcher = Watcher()
-    code = pytest.main([*OPTIONS, *tests], plugins=[watcher])
-    ends = {"passed": watcher.passed, "failures": watcher.failures}
-    (source.parent / "report.json").write_text(json.dumps(ends), "utf-8")
-    return int(code)
-
-
-def forked(source: Path, tests: Sequence[str]) -> int:
-    """Let a child do that; its process id."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        within(source, tests)
-    except BaseException:  # a child must never go on as its parent would
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    pytest.main([*OPTIONS, *tests], plugins=[watcher])
+    (source.parent / "report.json").write_text(json.dumps(vars(watcher)), "utf-8")
 
 
 # ------------------------------------------------------------------ all of them
-def outcomes(
-    jobs: Iterable[tuple[T, Path, Sequence[str]]], workers: int
-) -> Iterator[tuple[T, Outcome, float]]:
-    """How tests end against copies, so many at a time, and in how many seconds; copies go."""
-    waiting, running = iter(jobs), dict[int, tuple[T, Path, float]]()
-    job = next(waiting, None)
-    while job is not None or running:
-        while job is not None and len(running) < workers:
-            mutant, source, tests = job
-            running[forked(source, tests)] = mutant, source.parent, time.perf_counter()
-            job = next(waiting, None)
-        child, _ = os.wait()
-        mutant, folder, started = running.pop(child)
+def ended(original: Path, tests: Sequence[str], mutant: Mutant | None = None) -> Outcome:
+    """How tests end against a copy of `src` with a mutant, in a child; the copy goes."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=original.parent) as name:
+        folder = Path(name)
+        # With what Python compiled; its files keep their times.
+        shutil.copytree(original / PACKAGE, folder / "src" / PACKAGE)
+        if mutant is not None:
+            mutant.write(folder / "src" / PACKAGE)
+        child = FORKED.Process(target=within, args=(folder / "src", tests))
+        child.start()
+        child.join()
         words = (folder / "output.txt").read_text("utf-8", "replace").strip().splitlines()[-15:]
-        ends: dict[str, Any] = {"passed": (), "failures": ()}
-        if (folder / "report.json").is_file():
-            ends = json.loads((folder / "report.json").read_text("utf-8"))
-        outcome = Outcome(tuple(ends["passed"]), tuple(ends["failures"]), "\n".join(words))
-        shutil.rmtree(folder)
-        yield mutant, outcome, time.perf_counter() - started
+        report = folder / "report.json"
+        ends = json.loads(report.read_text("utf-8")) if report.is_file() else {}
+    return Outcome(time.perf_counter() - started, "\n".join(words), **ends)
 
 
-def copied(source: Path, folder: Path) -> Path:
-    """A copy of `src`, with what Python compiled of it, whose files keep their times."""
-    own = Path(tempfile.mkdtemp(dir=folder))
-    shutil.copytree(source / PACKAGE, own / "src" / PACKAGE)
-    return own / "src"
-
-
-def plain_failures(source: Path, mutants: Sequence[Mutant], workers: int) -> list[str]:
+def plain_failures(
+    source: Path, mutants: Sequence[Mutant], pool: Executor, workers: int
+) -> list[str]:
     """What is wrong with the named tests as the code is."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    share = -(-len(tests) // workers)
-    parts = [tests[first : first + share] for first in range(0, len(tests), share)]
-    jobs = [(None, copied(source, source.parent), part) for part in parts]
-    ends = [outcome for _, outcome, _ in outcomes(jobs, workers)]
+    parts = filter(None, (tests[first::workers] for first in range(workers)))
+    ends = list(pool.map(lambda part: ended(source, part), parts))
     passed = {test for outcome in ends for test in outcome.passed}
     wrong = {
         test
@@ -249,14 +223,6 @@ def plain_failures(source: Path, mutants: Sequence[Mutant], workers: int) -> lis
     }
     wrong |= {failure["test"] for outcome in ends for failure in outcome.failures}
     return [*(outcome.words for outcome in ends if wrong), *sorted(wrong)]
-
-
-def broken(source: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Path, Sequence[str]]]:
-    """A copy with each mutant, made when it is asked for."""
-    for mutant in mutants:
-        copy = copied(source, source.parent)
-        mutant.write(copy / PACKAGE)
-        yield mutant, copy, mutant.tests
 
 
 def survivor(mutant: Mutant, outcome: Outcome) -> str:
@@ -291,19 +257,22 @@ def main() -> int:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     for library in LIBRARIES:
         import_module(library)
-    with tempfile.TemporaryDirectory(prefix="kvcache-rag-mutants-") as name:
-        folder = Path(name).resolve()
-        source = copied(ROOT / "src", folder)
-        wrong = plain_failures(source, mutants, workers)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcache-rag-mutants-") as name,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        source = Path(name).resolve() / "src"
+        shutil.copytree(ROOT / "src" / PACKAGE, source / PACKAGE)
+        wrong = plain_failures(source, mutants, pool, workers)
         if wrong:
             say("\n".join(["these do not pass as the code is:", *wrong]))
             return 1
         say(f"the tests pass, {time.perf_counter() - started:.0f} s")
-        tried = outcomes(broken(source, mutants), workers)
-        for number, (mutant, outcome, seconds) in enumerate(tried, 1):
+        outcomes = pool.map(lambda mutant: ended(source, mutant.tests, mutant), mutants)
+        for number, (mutant, outcome) in enumerate(zip(mutants, outcomes, strict=True), 1):
             survivors += not outcome.is_noticed
             said = "noticed" if outcome.is_noticed else survivor(mutant, outcome)
-            place = f"{number:3}/{len(mutants)} {seconds:4.0f} s"
+            place = f"{number:3}/{len(mutants)} {outcome.seconds:4.0f} s"
             say(f"{place} {mutant.area}: {mutant.law}: {said}")
     minutes = (time.perf_counter() - started) / 60
     say(f"{len(mutants) - survivors} of {len(mutants)} noticed, {minutes:.1f} minutes")

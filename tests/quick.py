@@ -12,18 +12,10 @@ SLOW: Final = Path(__file__).with_name("slow.txt")
 # Plain, biases, windows, part of the columns, neighbours and no positions, ALiBi, MLA, sinks, and
 # recurrent layers among attention and beside it.
 FAMILIES: Final = frozenset(
-    {
-        "llama",
-        "qwen2",
-        "gemma3",
-        "phi",
-        "cohere2",
-        "bloom",
-        "deepseek_v3",
-        "gpt_oss",
-        "qwen3_5",
-        "falcon_h1",
-    }
+    (
+        *("llama", "qwen2", "gemma3", "phi", "cohere2", "bloom", "deepseek_v3", "gpt_oss"),
+        *("qwen3_5", "falcon_h1"),
+    )
 )
 
 

@@ -20,12 +20,7 @@ _FOLDER: Final = tempfile.TemporaryDirectory(prefix="reader-file-")
 
 @cache
 def reader_data(documents: int = 2, questions: int = 14) -> JsonlData:
-    """Contexts of so many documents of one sentence, each of which is asked for.
-
-    Args:
-        documents: Of a context.
-        questions: Trained together at most.
-    """
+    """Contexts of so many documents of one sentence, each of which is asked for."""
     path = Path(_FOLDER.name, f"{documents}.jsonl")
     asked = collection().questions
     lines = []

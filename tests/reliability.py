@@ -27,47 +27,24 @@ PARTS: Final = ("fuzzing", "damage", "kills", "processes", "requests", "models")
 
 @dataclass(frozen=True)
 class Count:
-    """One row.
+    """One row."""
 
-    Attributes:
-        part: One of `PARTS`.
-        tried: What was tried, in a few words.
-        count: How often.
-        seen: What happened, each in a few words with its figure.
-        test: The test that counted.
-        machine: Where.
-        date: When, as YYYY-MM-DD.
-    """
-
-    part: str
-    tried: str
-    count: int
-    seen: dict[str, int | float | str]
-    test: str
+    part: str  # one of `PARTS`
+    tried: str  # what, in a few words
+    count: int  # how often
+    seen: dict[str, int | float | str]  # what happened, each in a few words with its figure
+    test: str  # that counted
     machine: str
-    date: str
+    date: str  # as YYYY-MM-DD
 
 
 def record(name: str, part: str, tried: str, count: int, **seen: int | float | str) -> None:
-    """Write the counts of a test that has passed.
-
-    Args:
-        name: Of the row's file.
-        part: One of `PARTS`.
-        tried: What was tried.
-        count: How often.
-        seen: What happened; underscores stand for blanks.
-
-    Raises:
-        ValueError: If there is no such part.
-    """
-    if part not in PARTS:
-        raise ValueError(f"{part!r} is no part of the page; use one of {PARTS}")
+    """Write the counts of a test that has passed into a row's file; underscores are blanks."""
+    assert part in PARTS, f"{part!r} is no part of the page; use one of {PARTS}"
     words = {word.replace("_", " "): value for word, value in seen.items()}
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-    machine = (
-        f"{os.cpu_count()} processors, {platform.system()}, Python {platform.python_version()}"
-    )
+    system = f"{platform.system()}, Python {platform.python_version()}"
+    machine = f"{os.cpu_count()} processors, {system}"
     date = datetime.now(timezone.utc).date().isoformat()
     row = Count(part, tried, count, words, test, machine, date)
     FRESH.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from zoo import make_byte_tokenizer
 
 from kvcache_rag import Engine, PromptTemplate
 from kvcache_rag.models.adapters import note_training
@@ -89,15 +89,7 @@ class ScriptedModel(LlamaForCausalLM):
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte."""
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary.update({letter: index for index, letter in enumerate(alphabet, start=3)})
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+    return make_byte_tokenizer("<s>", "</s>")
 
 
 def scripted(

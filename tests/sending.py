@@ -27,19 +27,13 @@ sys.stdout.buffer.write(b"\\n--answers--\\n" + pickle.dumps(answers))
 
 @dataclass(frozen=True)
 class Row:
-    """A public object, and what is equal afterwards.
+    """A public object, and what is equal afterwards."""
 
-    Attributes:
-        made: Makes it, opened and used.
-        asked: An expression over `value` and `pickle` that has one value, whichever copy is asked.
-        refused: What is said where it cannot be sent; "" where it can.
-        is_copied: Whether `copy` and `deepcopy` copy it, although it cannot be sent.
-    """
-
-    made: Callable[[], Any]
+    made: Callable[[], Any]  # makes it, opened and used
+    # An expression over `value` and `pickle` that has one value, whichever copy is asked.
     asked: str = "value"
-    refused: str = ""
-    is_copied: bool = True
+    refused: str = ""  # what is said where it cannot be sent; "" where it can
+    is_copied: bool = True  # by `copy` and `deepcopy`, although it cannot be sent
 
     def says(self, value: Any) -> Any:
         """What an object answers."""
@@ -72,12 +66,8 @@ def check_elsewhere(rows: Mapping[str, Row]) -> None:
     values = {name: row.made() for name, row in rows.items() if not row.refused}
     expected = {name: rows[name].says(one) for name, one in values.items()}
     sent = {name: (pickle.dumps(one), rows[name].asked) for name, one in values.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        input=pickle.dumps(sent),
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _CHILD]
+    done = subprocess.run(command, input=pickle.dumps(sent), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     found = pickle.loads(done.stdout.partition(b"\n--answers--\n")[2])
     assert found == expected

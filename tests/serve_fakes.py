@@ -59,18 +59,13 @@ async def says_nothing(work: BackendRequest) -> AsyncGenerator[Event, None]:
 
 
 class Scripted:
-    """A backend that follows a script.
-
-    Attributes:
-        works: What was asked, in order.
-        has_begun: Set when a script runs.
-        was_taken_back: Set when a script was ended before its end.
-    """
+    """A backend that follows a script."""
 
     def __init__(self, script: Script = says_yes) -> None:
         self._script = script
-        self.works: list[BackendRequest] = []
-        self.has_begun, self.was_taken_back = threading.Event(), threading.Event()
+        self.works: list[BackendRequest] = []  # in the order in which they were asked
+        self.has_begun = threading.Event()
+        self.was_taken_back = threading.Event()  # a script was ended before its end
         self.is_ready = True
 
     async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
@@ -107,7 +102,6 @@ class Scripted:
         return {MODEL: 512}
 
     async def identity(self) -> Identity:
-        """Some model."""
         return Identity("tiny", "r", "native", "float32", "p", "t", "s")
 
     async def own_policy(self) -> OwnPolicy:
@@ -145,8 +139,7 @@ def chat(question: str = "Where is it?", **fields: Any) -> dict[str, Any]:
 
 def data_of(text: str) -> list[Any]:
     """Events of a stream; `[DONE]` as itself."""
-    lines = [line for line in text.splitlines() if line.startswith("data: ")]
-    texts = [line.removeprefix("data: ") for line in lines]
+    texts = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in texts]
 
 
@@ -166,9 +159,7 @@ def tiny_backend(folder: Any = None, **options: Any) -> Iterator[LocalBackend]:
 @contextmanager
 def running(app: FastAPI) -> Iterator[str]:
     """Serve an application with uvicorn in a thread; gives its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))

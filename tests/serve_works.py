@@ -93,18 +93,11 @@ def serve_threads() -> list[str]:
 
 
 class Valve:
-    """Lets the forward passes of a model through, or holds them.
-
-    Args:
-        model: What computes them.
-        patch: Undoes it.
-        name: Of its method.
-    """
+    """Lets the forward passes of a model through, or holds them."""
 
     def __init__(self, model: Any, patch: Any, name: str = "forward") -> None:
-        self.open = threading.Event()
+        self.open, self.held = threading.Event(), threading.Event()
         self.open.set()
-        self.held = threading.Event()
         self.passes = 0
         self.budget: int | None = None  # passes after which it closes by itself
         self.fails = False
@@ -163,14 +156,12 @@ class Desk:
 
     def __init__(self) -> None:
         self.answered: list[list[str]] = []
-        self.go = threading.Semaphore(0)
-        self.busy = threading.Event()
+        self.go, self.busy = threading.Semaphore(0), threading.Event()
         self.is_held = False
         self.seconds: Callable[[int], float] = lambda size: 0.001 * size
         self.fails = False
 
     def warm_up(self) -> bool:
-        """Nothing to warm."""
         return True
 
     def explain(self, job: Job, explained: Future[Any]) -> None:

@@ -29,9 +29,8 @@ CHAT_TEMPLATE = (
 @lru_cache(maxsize=1)
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and a beginning-of-sequence token by habit."""
-    characters = "\n" + "".join(map(chr, range(32, 127)))
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    vocabulary.update({one: index for index, one in enumerate(characters, start=3)})
+    tokens = ("<pad>", "<s>", "</s>", "\n", *map(chr, range(32, 127)))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="?"))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -71,14 +70,10 @@ def make_untrained() -> LlamaForCausalLM:
 
 
 class Loop:
-    """Lets go on what computes only while the event loop goes on, too: no clock decides.
-
-    Attributes:
-        turns: How often the event loop had its turn while something computed.
-    """
+    """Lets go on what computes only while the event loop goes on, too: no clock decides."""
 
     def __init__(self) -> None:
-        self.turns = 0
+        self.turns = 0  # of the event loop while something computed
 
     def watch(self, monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> None:
         """Every call of these methods waits for a turn of the event loop that runs now."""

@@ -7,6 +7,7 @@ sets of columns attended to apart and merged as the paper writes it, in float64.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 from laws import (
     QUESTION,
-    TEMPLATE,
     TEXTS,
     TOLERANCE,
     Recorder,
@@ -27,17 +27,14 @@ from laws import (
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
-from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, SEVERAL, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build
 
-from kvcache_rag import Ape, DiskStore, Engine, Reuse
-from kvcache_rag.codecs import Int8
+from kvcache_rag import Ape, Engine, Reuse
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.mask import MaskedSequence, block_mask
-from kvcache_rag.policies.base import AttentionScaling
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prompt.renderer import PromptIds
 
 OWN_CODE = [*OWN_ATTENTION, *BY_PLACE]
@@ -47,17 +44,11 @@ REFERENCE = "two_sets_of_columns"
 
 @dataclass
 class Columns:
-    """What the reference needs to know of a sequence.
+    """What the reference needs to know of a sequence."""
 
-    Attributes:
-        is_chunk: `(n,)` bool.
-        first: The first row of the query.
-        scaling: Temperature and scale.
-    """
-
-    is_chunk: Tensor
-    first: int
-    scaling: AttentionScaling
+    is_chunk: Tensor  # (n,) bool
+    first: int  # row of the query
+    policy: Ape
 
 
 _columns: list[Columns] = []
@@ -93,7 +84,7 @@ def _reference_attention(
 
     everything = torch.ones_like(columns.is_chunk)
     plain, _level = attend(everything, 1.0, s_aux)
-    temperature, scale = columns.scaling.temperature, columns.scaling.scale
+    temperature, scale = columns.policy.temperature, columns.policy.scale
     out_c, level_c = attend(columns.is_chunk, temperature, None)
     out_o, level_o = attend(~columns.is_chunk, 1.0, s_aux)
     shares = torch.softmax(torch.cat([scale * temperature * level_c, level_o], -1), -1)
@@ -146,8 +137,7 @@ def reference_logits(
     sequence = overlapping(ids, answer)
     mask = access.adapter(engine).mask_argument(sequence.allowed, sequence.indices)
     first = len(sequence.ids) - sequence.query_tokens
-    scaling = AttentionScaling(policy.temperature, policy.scale)
-    _columns.append(Columns(chunk_columns(ids, sequence), first, scaling))
+    _columns.append(Columns(chunk_columns(ids, sequence), first, policy))
     with torch.no_grad():
         output = reference_model(name)(
             input_ids=sequence.ids[None],
@@ -213,33 +203,6 @@ def test_generated_tokens_belong_to_the_rest(name: str) -> None:
     assert len(expected) > 2
 
 
-@pytest.mark.parametrize("name", [name for name in SEVERAL if name in WEIGHED])
-def test_a_batch_is_its_singles_and_a_stream_is_generate(name: str) -> None:
-    engine, policy = engine_of(name), Ape(0.6, 1.2)
-    questions = [
-        (QUESTION, TEXTS),
-        ("What is it that they saw there?", TEXTS[:1]),
-        ("x", []),
-        ("Why?", [TEXTS[2], TEXTS[0], TEXTS[2]]),
-    ]
-    settings: dict[str, Any] = {"policy": policy, "max_new_tokens": 6}
-    together = Recorder()
-    batch = engine.generate_batch(questions, **settings, logits_processor=[together])
-    for row, (question, chunks) in enumerate(questions):
-        alone = Recorder()
-        single = engine.generate(question, chunks, **settings, logits_processor=[alone])
-        assert batch[row].token_ids == single.token_ids
-        for one, whole in zip(alone.steps, together.steps, strict=False):
-            assert error(whole[row], one[0]) < TOLERANCE
-        stream = engine.stream(question, chunks, **settings)
-        assert "".join(stream) == single.text
-        assert stream.metrics.policy == "Ape(temperature=0.6, scale=1.2)"
-        plain = Recorder()
-        engine.generate(question, chunks, max_new_tokens=1, logits_processor=[plain])
-        differs = error(plain.steps[0][0], alone.steps[0][0]) > 10 * TOLERANCE
-        assert differs == bool(chunks)
-
-
 def test_beams_weigh_the_columns_of_their_own_rows() -> None:
     engine, policy = engine_of("qwen2"), Ape(0.5, 1.4)
     questions = [(QUESTION, TEXTS), ("What is it that they saw there?", TEXTS[:1])]
@@ -277,15 +240,6 @@ def test_missing_chunks_are_prefilled_with_plain_attention() -> None:
     assert again.token_ids == answer.token_ids
 
 
-def test_stored_chunks_that_stand_at_position_0_are_placed_alike(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, codec=Int8())
-    engine = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store)
-    for policy in (Ape(1, 1), Ape(0.7, 0.8)):
-        found = engine.logits(QUESTION, TEXTS, policy=policy)
-        exact = engine_of("qwen2").logits(QUESTION, TEXTS, policy=policy)
-        assert 0 < error(found, exact) < 0.2
-
-
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
 def test_the_models_own_attention_comes_back(name: str) -> None:
     engine = engine_of(name)
@@ -312,22 +266,14 @@ def test_the_models_own_attention_comes_back(name: str) -> None:
 
 def test_engines_in_several_threads_do_not_mix_their_weights() -> None:
     policies = [Ape(0.5, 1.4), Ape(1, 1), Ape(1.3, 0.6), Reuse(positions="composite")]
-    shared = engine_of("qwen2")
-    alone = [shared.generate(QUESTION, TEXTS, policy=one, max_new_tokens=8) for one in policies]
-    found: dict[int, list[Any]] = {}
 
-    def ask(number: int) -> None:
-        found[number] = [
-            shared.generate(QUESTION, TEXTS, policy=policies[number], max_new_tokens=8).token_ids
-            for _ in range(3)
-        ]
+    def ask(policy: ReusePolicy) -> tuple[int, ...]:
+        answer = engine_of("qwen2").generate(QUESTION, TEXTS, policy=policy, max_new_tokens=8)
+        return answer.token_ids
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(policies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(found[number] == [one.token_ids] * 3 for number, one in enumerate(alone))
+    alone = [ask(policy) for policy in policies]
+    with ThreadPoolExecutor(len(policies)) as threads:
+        assert list(threads.map(ask, policies * 3)) == alone * 3
 
 
 def test_one_chunk_at_1_1_is_a_plain_prefill_and_a_window_may_hide_all_chunks() -> None:

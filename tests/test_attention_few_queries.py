@@ -143,36 +143,48 @@ def test_what_it_cannot_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
     assert not takes(query, key, value, 0.0)
 
 
+SIZES = [(64,), (5, 70, 1, 130), (300, 300)]
+
+
+def _chunks(sizes: tuple[int, ...], groups: int, width: int) -> list[ChunkKV]:
+    layout = ChunkLayout((GroupLayout((0, 1), (groups, width), (groups, width)),), torch.bfloat16)
+    seeded = torch.Generator().manual_seed(7)
+    made = [torch.randn(2, 2, groups, n, width, generator=seeded).bfloat16() for n in sizes]
+    return [
+        ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), 0, ((one,),))
+        for tokens, one in zip(sizes, made, strict=True)
+    ]
+
+
+def _turned(keys: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns keys in place; gives the angles."""
+    width = keys.shape[-1]
+    inv_freq = 10_000.0 ** -(torch.arange(width // 2) * 2.0 / width)
+    angles = angle_table(inv_freq, torch.zeros_like(places), places)
+    rotate_(keys, Rotation("half", 0, width, 0), *angles)
+    return angles
+
+
 def _encoded(
     sizes: tuple[int, ...], groups: int, width: int
 ) -> tuple[list[ChunkSlots], torch.Tensor, torch.Tensor]:
     """Chunks in 8 bits, and what a buffer holds of their second layer: `(1, heads, n, width)`."""
-    layout = ChunkLayout((GroupLayout((0, 1), (groups, width), (groups, width)),), torch.bfloat16)
-    rotation = Rotation("half", 0, width, 0)
-    seeded = torch.Generator().manual_seed(7)
-    inv_freq = 10_000.0 ** -(torch.arange(width // 2) * 2.0 / width)
     slots, keys, values, first = [], [], [], 3
-    for tokens in sizes:
-        made = torch.randn(2, 2, groups, tokens, width, generator=seeded).bfloat16()
-        chunk = ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), 0, ((made,),))
+    for chunk in _chunks(sizes, groups, width):
         stored = Int8().encode(chunk)
-        copy = ChunkKV(layout, chunk.tokens, 0, ((torch.empty_like(made),),))
+        copy = ChunkKV(chunk.layout, chunk.tokens, 0, chunk.layout.empty(len(chunk)))
         Int8().decode(stored, copy)
-        places = torch.arange(first, first + tokens)
-        angles = angle_table(inv_freq, torch.zeros_like(places), places)
-        keys.append(rotate_(copy.keys(0)[1], rotation, *angles))
+        keys.append(copy.keys(0)[1])
         values.append(copy.values(0)[1])
-        scales = stored["ks"], stored["vs"]
-        slots.append(ChunkSlots(stored["kq"], stored["vq"], scales, angles))
-        first += tokens
+        angles = _turned(keys[-1], torch.arange(first, first + len(chunk)))
+        slots.append(ChunkSlots(stored["kq"], stored["vq"], (stored["ks"], stored["vs"]), angles))
+        first += len(chunk)
     return slots, torch.cat(keys, 1)[None], torch.cat(values, 1)[None]
 
 
-@needs_kernel
-@pytest.mark.parametrize("width", [32, 64, 96, 128])
-@pytest.mark.parametrize("sizes", [(64,), (5, 70, 1, 130), (300, 300)])
-def test_chunks_in_8_bits_give_the_bits_of_their_copy(sizes: tuple[int, ...], width: int) -> None:
-    slots, keys, values = _encoded(sizes, 2, width)
+def _hold_to_copies(slots: list[ChunkSlots], keys: torch.Tensor, values: torch.Tensor) -> None:
+    width, context = keys.shape[-1], ChunkContext(slots)
+    assert context.tokens == keys.shape[2]
     for queries in (1, 4, 9):
         query, key, value = _inputs(1, 6, 2, queries, 21, width, width)
         whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
@@ -180,12 +192,31 @@ def test_chunks_in_8_bits_give_the_bits_of_their_copy(sizes: tuple[int, ...], wi
         hidden = torch.zeros(1, 1, queries, columns + 3)
         hidden.masked_fill_(~torch.ones(queries, columns + 3).tril(columns - queries).bool(), -1e9)
         for mask in (None, hidden.bfloat16()):
-            context = ChunkContext(slots)
-            assert context.tokens == sum(sizes)
             found = attend_behind(context, 1, query, key, value, mask, width**-0.5)
             expected = attend_partially(query, *whole, mask, width**-0.5)
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_chunks_in_8_bits_give_the_bits_of_their_copy(sizes: tuple[int, ...], width: int) -> None:
+    _hold_to_copies(*_encoded(sizes, 2, width))
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_native_chunks_give_the_bits_of_rotated_copies(sizes: tuple[int, ...], width: int) -> None:
+    """Moved by one angle each, or, every second one, standing at its place."""
+    slots, keys, values = [], [], []
+    for place, chunk in enumerate(_chunks(sizes, 2, width)):
+        keys.append(chunk.keys(0)[1].clone())
+        values.append(chunk.values(0)[1])
+        angles = None if place % 2 else _turned(keys[-1], torch.tensor([40 * (place + 1)]))
+        slots.append(ChunkSlots(chunk.keys(0), chunk.values(0), None, angles))
+    _hold_to_copies(slots, torch.cat(keys, 1)[None], torch.cat(values, 1)[None])
 
 
 @needs_kernel
@@ -210,38 +241,3 @@ def test_chunks_in_8_bits_whose_keys_do_not_rotate() -> None:
     values = (still.value.bfloat16() * still.scales[1])[1:]
     whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
     assert torch.equal(found, attend_partially(query, *whole, None, 0.125)[0])
-
-
-@needs_kernel
-@pytest.mark.parametrize("width", [32, 64, 96, 128])
-@pytest.mark.parametrize("sizes", [(64,), (5, 70, 1, 130), (300, 300)])
-def test_native_chunks_give_the_bits_of_rotated_copies(sizes: tuple[int, ...], width: int) -> None:
-    """Moved by one angle each, or, every second one, standing at its place."""
-    layout = ChunkLayout((GroupLayout((0, 1), (2, width), (2, width)),), torch.bfloat16)
-    rotation, seeded = Rotation("half", 0, width, 0), torch.Generator().manual_seed(3)
-    inv_freq = 10_000.0 ** -(torch.arange(width // 2) * 2.0 / width)
-    slots, keys, values = [], [], []
-    for place, tokens in enumerate(sizes):
-        made = torch.randn(2, 2, 2, tokens, width, generator=seeded).bfloat16()
-        chunk = ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), 0, ((made,),))
-        angles = None
-        copied = chunk.keys(0)[1].clone()
-        if not place % 2:
-            distance = torch.tensor([40 * (place + 1)])
-            angles = angle_table(inv_freq, torch.zeros_like(distance), distance)
-            rotate_(copied, rotation, *angles)
-        keys.append(copied)
-        values.append(chunk.values(0)[1])
-        slots.append(ChunkSlots(chunk.keys(0), chunk.values(0), None, angles))
-    context, before = ChunkContext(slots), (torch.cat(keys, 1)[None], torch.cat(values, 1)[None])
-    for queries in (1, 4, 9):
-        query, key, value = _inputs(1, 6, 2, queries, 21, width, width)
-        whole = [torch.cat(parts, 2) for parts in zip(before, (key, value), strict=True)]
-        columns = whole[0].shape[2]
-        hidden = torch.zeros(1, 1, queries, columns)
-        hidden.masked_fill_(~torch.ones(queries, columns).tril(columns - queries).bool(), -1e9)
-        for mask in (None, hidden.bfloat16()):
-            found = attend_behind(context, 1, query, key, value, mask, width**-0.5)
-            expected = attend_partially(query, *whole, mask, width**-0.5)
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[1], expected[1])

@@ -11,7 +11,6 @@ from torch import Tensor
 from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, SEVERAL, build
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.models.attention import scaled
 from kvcache_rag.models.attention import scaled as module
 from kvcache_rag.models.attention.scaled import (
     Weighting,
@@ -40,20 +39,9 @@ def two_sets(
 ) -> Tensor:
     """The formula as it is written, query by query and head by head: O_c, L_c, O_o, L_o, merge.
 
-    Args:
-        query: `(rows, heads, queries, width)`.
-        key: `(rows, kv_heads, tokens, width)`.
-        value: `(rows, kv_heads, tokens, width)`.
-        seen: `(rows, queries, tokens)` bool.
-        chunk: `(rows, tokens)` bool.
-        weighting: Temperature and scale.
-        factor: Of the scores.
-        softcap: Caps the scores.
-        sink: `(heads,)`, one more term of the rest without a value.
-        merge: Dtype to which L_c and L_o are rounded before they are compared.
-
-    Returns:
-        `(rows, queries, heads, width)` float64; zeros where nothing is seen.
+    Of tensors as models hand them over, `seen` of `(rows, queries, tokens)` and `chunk` of
+    `(rows, tokens)`; L_c and L_o are rounded to `merge` before they are compared.  Gives
+    `(rows, queries, heads, width)` float64; zeros where nothing is seen.
     """
     rows, heads, queries, _ = query.shape
     output = torch.zeros(rows, queries, heads, value.shape[-1], dtype=torch.float64)
@@ -178,17 +166,12 @@ def test_rows_that_see_nothing_give_zeros_and_beams_share_their_rows_columns() -
 
 
 def test_long_queries_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    weighting = Weighting(0.7, 0.9, ((1, 4),))
-    query, key, value = tensors(1, 7, 12)
-    seen, _ = masks(1, 7, 12, 6, [(1, 4)])
-    whole = weighed(weighting, query, key, value, seen[:, None])
-    causal = weighed(weighting, query, key, value, None)
+    weighting, given = Weighting(0.7, 0.9, ((1, 4),)), tensors(1, 7, 12)
+    windowed, causal = (masks(1, 7, 12, window, [(1, 4)])[0][:, None] for window in (6, None))
+    whole = [weighed(weighting, *given, mask) for mask in (windowed, causal)]
     monkeypatch.setattr(module, "MAX_SCORES", 2 * 4 * 12)
-    assert torch.allclose(weighed(weighting, query, key, value, seen[:, None]), whole, atol=1e-6)
-    assert torch.allclose(weighed(weighting, query, key, value, None), causal, atol=1e-6)
-    unwindowed = masks(1, 7, 12, None, [(1, 4)])[0]
-    written = weighed(weighting, query, key, value, unwindowed[:, None])
-    assert torch.allclose(written, causal, atol=1e-6)
+    for mask, expected in ((windowed, whole[0]), (causal, whole[1]), (None, whole[1])):
+        assert torch.allclose(weighed(weighting, *given, mask), expected, atol=1e-6)
 
 
 def test_bfloat16_is_merged_in_float32() -> None:
@@ -209,17 +192,17 @@ def test_bfloat16_is_merged_in_float32() -> None:
 
 
 def test_arguments_it_does_not_know_are_refused() -> None:
-    query, key, value = tensors(1, 2, 10)
+    given = tensors(1, 2, 10)
     with pytest.raises(UnsupportedModelError, match="position_bias"):
-        weighed(PLAIN, query, key, value, None, position_bias=torch.zeros(1))
+        weighed(PLAIN, *given, None, position_bias=torch.zeros(1))
     seen, _ = masks(1, 2, 10, None, [(3, 9)])
     slopes = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    weighed(PLAIN, query, key, value, slopes[:, None])
+    weighed(PLAIN, *given, slopes[:, None])
     slopes[0, 0, 0] = -0.5
     with pytest.raises(UnsupportedModelError, match="adds to scores"):
-        weighed(PLAIN, query, key, value, slopes[:, None])
+        weighed(PLAIN, *given, slopes[:, None])
     with pytest.raises(InvalidInputError, match="a batch of 1 rows is none of 2 prompts"):
-        weighed(Weighting(0.9, 0.9, ((1, 2), (3, 4))), query, key, value, None)
+        weighed(Weighting(0.9, 0.9, ((1, 2), (3, 4))), *given, None)
 
 
 def test_far_apart_scores_are_neither_lost_nor_infinite() -> None:
@@ -256,7 +239,7 @@ def test_a_model_that_attends_in_another_way_is_refused(monkeypatch: pytest.Monk
     def forgets(*arguments: Any, **options: Any) -> Any:
         return scaled_attention(*arguments, **{**options, "softcap": 0.1})
 
-    monkeypatch.setattr(scaled, "scaled_attention", forgets)
+    monkeypatch.setattr(module, "scaled_attention", forgets)
     with pytest.raises(UnsupportedModelError, match="differs from plain attention"):
         ensure_weighable(model)
 
@@ -264,17 +247,16 @@ def test_a_model_that_attends_in_another_way_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "gemma3"])
 def test_the_models_own_attention_comes_back_after_an_error(name: str) -> None:
     model = TransformersModel(build(name))
-    ids, places = torch.arange(5, 25)[None], torch.arange(20)
-    before = model.forward(ids, None, places)
-    own = access.attention(model.model.config)
+    given = torch.arange(5, 25)[None], None, torch.arange(20)
+    before, own = model.forward(*given), access.attention(model.model.config)
 
     def fails() -> None:
         with weighed_chunks(model, 0.5, 0.9, [(3, 9)]):
-            assert not torch.allclose(model.forward(ids, None, places), before, atol=1e-3)
+            assert not torch.allclose(model.forward(*given), before, atol=1e-3)
             raise RuntimeError("midway")
 
     with pytest.raises(RuntimeError, match="midway"):
         fails()
     assert access.attention(model.model.config) == own
     assert module.IN_FORCE.get() is None
-    assert torch.equal(model.forward(ids, None, places), before)
+    assert torch.equal(model.forward(*given), before)

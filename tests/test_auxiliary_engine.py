@@ -51,45 +51,40 @@ def engine(auxiliary: Auxiliary) -> Engine:
 
 def test_generate_stream_and_batch_agree(engine: Engine) -> None:
     options: dict[str, Any] = {"policy": CLIP, "max_new_tokens": 8}
-    singles = [engine.generate(question, DOCUMENTS, **options) for question in QUESTIONS]
-    for single, question in zip(singles, QUESTIONS, strict=True):
-        assert single.metrics.recomputed_tokens > 0
-        assert single.metrics.recompute > 0
-        assert single.metrics.policy == repr(CLIP)
-        assert "".join(engine.stream(question, DOCUMENTS, **options)) == single.text
     asked = [(question, DOCUMENTS[: 3 + index]) for index, question in enumerate(QUESTIONS)]
-    batch = engine.generate_batch(asked, **options)
-    for one, (question, documents) in zip(batch, asked, strict=True):
+    for (question, documents), one in zip(
+        asked, engine.generate_batch(asked, **options), strict=True
+    ):
         alone = engine.generate(question, documents, **options)
+        assert alone.metrics.recompute > 0
+        assert alone.metrics.recomputed_tokens == one.metrics.recomputed_tokens > 0
         assert one.token_ids == alone.token_ids
-        assert one.metrics.recomputed_tokens == alone.metrics.recomputed_tokens
+        assert "".join(engine.stream(question, documents, **options)) == alone.text
 
 
 def test_what_is_computed_again_is_what_the_auxiliary_looks_at(
     engine: Engine, auxiliary: Auxiliary
 ) -> None:
-    alone = CacheClip(ratio=0.1, window=1, threshold=0)
+    limits: dict[str, Any] = {"ratio": 0.1, "window": 1, "threshold": 0}
     lengths = [len(chunk) for chunk in engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks]
+    alone = CacheClip(**limits)
     answer = engine.generate(QUESTIONS[0], DOCUMENTS, policy=alone, max_new_tokens=1)
     assert answer.metrics.recomputed_tokens == round(0.1 * sum(lengths[1:]))
-    scores = auxiliary.scores(QUESTIONS[0], DOCUMENTS)
 
     class Given:
-        def scores(self, question: str, chunks: Any) -> list[Tensor]:
-            assert question == QUESTIONS[0]
-            assert list(chunks) == DOCUMENTS
-            return scores
+        def __init__(self, sign: int) -> None:
+            self.sign = sign
 
-    class Opposite:
         def scores(self, question: str, chunks: Any) -> list[Tensor]:
-            return [-one for one in scores]
+            assert (question, list(chunks)) == (QUESTIONS[0], DOCUMENTS)
+            return [self.sign * one for one in auxiliary.scores(question, chunks)]
 
-    found = engine.logits(QUESTIONS[0], DOCUMENTS, policy=alone)
-    given = CacheClip(Given(), ratio=0.1, window=1, threshold=0)
-    opposite = CacheClip(Opposite(), ratio=0.1, window=1, threshold=0)
-    assert torch.equal(engine.logits(QUESTIONS[0], DOCUMENTS, policy=given), found)
-    other = engine.logits(QUESTIONS[0], DOCUMENTS, policy=opposite)
-    assert float((other - found).abs().max()) > 1e-3
+    found, given, opposite = (
+        engine.logits(QUESTIONS[0], DOCUMENTS, policy=policy)
+        for policy in (alone, CacheClip(Given(1), **limits), CacheClip(Given(-1), **limits))
+    )
+    assert torch.equal(given, found)
+    assert float((opposite - found).abs().max()) > 1e-3
 
 
 def test_chunks_by_reference_are_scored_too(engine: Engine) -> None:
@@ -104,20 +99,18 @@ def test_chunks_by_reference_are_scored_too(engine: Engine) -> None:
 
 @pytest.mark.timeout(60)
 def test_an_engine_may_be_its_own_auxiliary() -> None:
+    """Also where both have to compute the same chunks at the same time."""
     twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
-    engine = Engine.from_pretrained("tiny", device="cpu", dtype=torch.float32, auxiliary=twin)
-    expected = engine.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=8)
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    other = Engine.from_pretrained("tiny", auxiliary=twin, **options)
+    expected = other.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=8)
+    engine = Engine.from_pretrained("tiny", **options)
     own = CacheClip(Auxiliary(engine), ratio=0.5)
     for _ in range(2):
         found = engine.generate(QUESTIONS[0], DOCUMENTS, policy=own, max_new_tokens=8)
         assert found.token_ids == expected.token_ids
         assert found.metrics.recomputed_tokens == expected.metrics.recomputed_tokens
-        assert found.metrics.misses == 0
-    # Also where both have to compute the same chunks at the same time.
-    fresh = Engine.from_pretrained("tiny", device="cpu", dtype=torch.float32)
-    own = CacheClip(Auxiliary(fresh), ratio=0.5)
-    found = fresh.generate(QUESTIONS[0], DOCUMENTS, policy=own, max_new_tokens=8)
-    assert found.token_ids == expected.token_ids
+    assert found.metrics.misses == 0
 
 
 @pytest.mark.parametrize("where", ["engine", "policy", "both"])
@@ -180,16 +173,13 @@ def test_a_store_of_the_auxiliary_that_keeps_nothing_costs_misses_only() -> None
 def test_cancelling_stops_both_models() -> None:
     scorer = Auxiliary.from_pretrained("tiny")
     main = Engine.from_pretrained("tiny", device="cpu", policy=CacheClip(scorer))
-    main.add(DOCUMENTS[:1])
     stop = threading.Event()
     stop.set()
-    with pytest.raises(CancelledError):
-        main.add(DOCUMENTS, cancelled=stop)
-    assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
-    main._add(DOCUMENTS, show_progress=False, cancelled=None)
-    with pytest.raises(CancelledError):
-        main.add(DOCUMENTS, cancelled=stop)
-    assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
+    for _ in range(2):
+        with pytest.raises(CancelledError):
+            main.add(DOCUMENTS, cancelled=stop)
+        assert not any(map(scorer.engine.store.contains, scorer.engine.keys(DOCUMENTS)))
+        main._add(DOCUMENTS, show_progress=False, cancelled=None)  # of the main model alone
 
 
 def test_a_model_agrees_with_itself_over_one_chunk(engine: Engine) -> None:
@@ -224,12 +214,8 @@ def test_divergences_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     # Two tokens are read.  The last layer looks at them 3:1, the first one 1:3, the auxiliary 1:1:
     # of the last layer, KL to 1:1 is 3/4 ln 3/2 + 1/4 ln 1/2 = 0.130812, and to 1:3 it is
     # 3/4 ln 3 + 1/4 ln 1/3 = ln(3)/2 = 0.549306.
-    engine = Engine(
-        build("llama"),
-        byte_tokenizer(),
-        template=PromptTemplate(system="", chunk_start="", chunk_end=""),
-    )
-    assert [len(ids) for ids in engine.tokenize("?", ["ab"]).chunks] == [2]
+    bare = PromptTemplate(system="", chunk_start="", chunk_end="")
+    engine = Engine(build("llama"), byte_tokenizer(), template=bare)
     layers = torch.tensor([0.1, 0.3]), torch.tensor([0.6, 0.2])
     monkeypatch.setattr("kvcache_rag_lab.evaluation.auxiliary._main_weights", lambda *_: layers)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 import torch
-from laws import QUESTION, TEMPLATE
+from laws import QUESTION, TEMPLATE, Picked, looking
 from tokenizers import normalizers
 from transformers import GenerationConfig, StoppingCriteria
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
+    DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
@@ -24,9 +28,6 @@ from kvcache_rag import (
 )
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.integration import open_engine
-from kvcache_rag.policies import ReusePolicy
-from kvcache_rag.policies.cacheblend import CacheBlend
-from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag_server.prefetch import twin
 
 if TYPE_CHECKING:
@@ -36,13 +37,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv import ChunkKey, ChunkKV
-    from kvcache_rag.policies.base import Signal, Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt
+    from kvcache_rag.policies import ReusePolicy
 
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
 
 
-def make_engine(store: MemoryStore | None = None, seed: int = 0, **options: Any) -> Engine:
+def make_engine(store: Any = None, seed: int = 0, **options: Any) -> Engine:
     options = {"template": TEMPLATE, **options}
     return Engine(build("qwen2", seed=seed), byte_tokenizer(), store=store, **options)
 
@@ -62,27 +62,57 @@ def test_an_empty_corpus_is_no_work(engine: Engine) -> None:
     assert make_engine().add([], show_progress=True) == []
     assert engine.keys([]) == []
     engine.delete([])
+    assert engine.generate_batch([]) == []
 
 
-@pytest.mark.parametrize("empty", ["", "  \n\t"])
-def test_an_empty_chunk_is_named(engine: Engine, empty: str) -> None:
-    for call in (
-        lambda: engine.add(["text", empty]),
-        lambda: engine.keys(["text", empty]),
-        lambda: engine.generate(QUESTION, ["text", empty]),
-        lambda: engine.stream(QUESTION, ["text", empty]),
+@pytest.mark.parametrize(
+    ("question", "chunks", "message"),
+    [
+        *((nothing, TEXTS, "the question is empty") for nothing in ("", " \n", None, 5, ["Who?"])),
+        (QUESTION, ["text", ""], "chunk 1 is empty; leave it out"),
+        (QUESTION, ["text", "  \n\t"], "chunk 1 is empty; leave it out"),
+        (QUESTION, ["text", None], "chunk 1 is a NoneType; give a text"),
+        (QUESTION, ["text", 7], "chunk 1 is a int; give a text"),
+        (QUESTION, ["text", b"bytes"], "chunk 1 is a bytes; give a text"),
+        (QUESTION, ["text", ["nested"]], "chunk 1 is a list; give a text"),
+        (QUESTION, ["text", {"text": "x"}], "chunk 1 is a dict; give a text"),
+        (QUESTION, "text", "a list of texts or keys, not one text"),
+        (QUESTION, 3, "chunks must be a list of texts or keys"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_is_said_however_it_is_asked(
+    engine: Engine, question: Any, chunks: Any, message: str
+) -> None:
+    for ask in (
+        lambda: engine.generate(question, chunks),
+        lambda: engine.stream(question, chunks),
+        lambda: engine.logits(question, chunks),
+        lambda: engine.generate_batch([(QUESTION, TEXTS), (question, chunks)]),
     ):
-        with pytest.raises(InvalidInputError, match="chunk 1 is empty; leave it out"):
-            call()
+        with pytest.raises(InvalidInputError, match=message):
+            ask()
 
 
-@pytest.mark.parametrize("question", ["", " \n", None, 5, ["Who?"]])
-def test_an_empty_question_is_refused(engine: Engine, question: Any) -> None:
-    for call in (engine.generate, engine.stream, engine.logits):
-        with pytest.raises(InvalidInputError, match="the question is empty"):
-            call(question, TEXTS)
-    with pytest.raises(InvalidInputError, match="the question is empty"):
-        engine.generate_batch([(QUESTION, TEXTS), (question, TEXTS)])
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["text", ""], "chunk 1 is empty; leave it out"),
+        ("text", "list of texts"),
+        (3, "chunks must be a list of texts"),
+        (["fine", "torn \ud800 pair"], "chunk 1 .*Unicode"),
+    ],
+)
+def test_what_cannot_be_added_is_said(engine: Engine, texts: Any, message: str) -> None:
+    for call in (engine.add, engine.keys):
+        with pytest.raises(InvalidInputError, match=message):
+            call(texts)
+
+
+@pytest.mark.parametrize("prompt", ["", None, 5])
+def test_an_empty_completion_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(InvalidInputError, match="the prompt is empty"):
+        engine.complete(prompt)
 
 
 @pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda one: one.name)
@@ -94,33 +124,19 @@ def test_no_chunks_is_a_question_like_any_other(engine: Engine, policy: ReusePol
     assert (answer.metrics.reused_tokens, answer.metrics.prefilled_tokens) == (0, 0)
 
 
-def test_one_text_is_not_a_list_of_texts(engine: Engine) -> None:
-    for call in (engine.generate, engine.stream, engine.logits):
-        with pytest.raises(InvalidInputError, match="a list of texts or keys, not one text"):
-            call(QUESTION, TEXTS[0])
-    for of_texts in (engine.add, engine.keys, lambda text: engine.tokenize(QUESTION, text)):
-        with pytest.raises(InvalidInputError, match="list of texts"):
-            of_texts(TEXTS[0])
-
-
-@pytest.mark.parametrize("chunk", [None, 7, b"bytes", ["nested"], {"text": "x"}])
-def test_a_chunk_of_another_type_is_named(engine: Engine, chunk: Any) -> None:
-    kind = type(chunk).__name__
-    with pytest.raises(InvalidInputError, match=f"chunk 1 is a {kind}; give a text"):
-        engine.generate(QUESTION, [TEXTS[0], chunk])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda engine: engine.generate(QUESTION, 3), "chunks must be a list of texts or keys"),
-        (lambda engine: engine.add(3), "chunks must be a list of texts, not 3"),
+        (lambda engine: engine.tokenize(QUESTION, "text"), "a list of texts, not one text"),
         (lambda engine: engine.generate(QUESTION, TEXTS, history=3), "history must be a list of"),
+        (lambda engine: engine.generate(QUESTION, TEXTS, history="text"), "history"),
+        (lambda engine: engine.generate(QUESTION, TEXTS, history=[("user", "x")]), "history"),
         (
             lambda engine: engine.generate(QUESTION, TEXTS, history=[{"role": ["user"]}]),
             r"history\[0\] must have the role",
         ),
         (lambda engine: engine.generate(QUESTION, TEXTS, scores=3), "scores must be a list of num"),
+        (lambda engine: engine.generate(QUESTION, TEXTS, scores=[0.5]), "1 scores for 2 chunks"),
         (lambda engine: engine.generate(QUESTION, TEXTS, tools=3), "tools must be a list of"),
         (lambda engine: engine.generate_batch([(QUESTION,)]), r"must be \(question, chunks\)"),
         (lambda engine: engine.generate_batch([QUESTION]), r"must be \(question, chunks\)"),
@@ -169,6 +185,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": "8"}, "not '8'"),
     ({"max_new_tokens": None}, "not None"),
     ({"max_new_tokens": True}, "not True"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"temperature": -1}, "temperature must be a number"),
+    ({"temperature": float("nan")}, "temperature must be a number"),
+    ({"temperature": "warm"}, "temperature must be a number"),
+    ({"temperature": True}, "temperature must be a number"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [None]}, "stop"),
+    ({"stop": [""]}, "stop"),
     ({"overflow": "truncate"}, 'must be "error", "drop_lowest" or "refine", not \'truncate\''),
     ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens must be a whole number"),
     ({"assistant_model": object()}, "assistant_model gives wrong tokens"),
@@ -279,90 +303,38 @@ def test_beams_cannot_stream(engine: Engine) -> None:
         engine.stream_complete("Once", num_beams=2)
 
 
-def test_an_empty_completion_is_refused(engine: Engine) -> None:
-    for prompt in ("", None, 5):
-        with pytest.raises(InvalidInputError, match="the prompt is empty"):
-            engine.complete(prompt)  # type: ignore[arg-type]  # wrong on purpose
+@dataclass(frozen=True)
+class Both(Picked):
+    adjacent_query: bool = True
+
+
+def picked(pick: Callable[[int], Any], kind: type[Picked] = Picked, **options: Any) -> Picked:
+    return kind(lambda prompt, _: pick(prompt.context_tokens), **options)
 
 
 @pytest.mark.parametrize(
-    ("selected", "message"),
+    ("policy", "message"),
     [
-        (
-            lambda n: torch.zeros(n + 1, dtype=torch.bool),
-            r"selects from shape \(\d+,\); select must",
-        ),
-        (lambda n: torch.zeros(1, n, dtype=torch.bool), "one per context token"),
-        (lambda n: torch.zeros(n), "selects tokens by torch.float32; select must return a bool"),
-        (lambda n: [True] * n, "selects tokens by list; select must return a bool tensor"),
-        (lambda n: None, "selects tokens by NoneType"),
+        (picked(lambda n: torch.zeros(n + 1) > 0), r"selects from shape \(\d+,\); select must"),
+        (picked(lambda n: torch.zeros(1, n) > 0), "one per context token"),
+        (picked(torch.zeros), "by torch.float32; select must return a bool"),
+        (picked(lambda n: [True] * n), "by list; select must return a bool tensor"),
+        (picked(lambda n: None), "selects tokens by NoneType"),
+        (picked(lambda n: torch.ones(n) > 0, Both), "choose one of the two"),
+        (looking(lambda signals: signals.deviation(99)), "layer 99 keeps no values of its own"),
+        (looking(lambda signals: signals.relevance()), r'set its reads = \("relevance",\)'),
+        (picked(lambda n: None, reads=("relevance",)), "needs an auxiliary model"),
     ],
+    ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_a_policy_that_selects_nonsense_is_refused(
-    engine: Engine, selected: Callable[[int], Any], message: str
+def test_a_policy_that_asks_or_selects_nonsense_is_refused(
+    engine: Engine, policy: ReusePolicy, message: str
 ) -> None:
-    class Nonsense(ReusePolicy):
-        name = "nonsense"
-
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            found: Tensor = selected(prompt.context_tokens)
-            return found
-
     for call in (engine.generate, engine.logits):
         with pytest.raises(InvalidInputError, match=message):
-            call(QUESTION, TEXTS, policy=Nonsense())
+            call(QUESTION, TEXTS, policy=policy)
     with pytest.raises(InvalidInputError, match=message):
-        engine.generate_batch([(QUESTION, TEXTS)], policy=Nonsense())
-
-
-def test_a_policy_cannot_move_the_query_and_compute_tokens_again(engine: Engine) -> None:
-    class Both(ReusePolicy):
-        name = "both"
-        adjacent_query = True
-
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            return torch.ones(prompt.context_tokens, dtype=torch.bool)
-
-    with pytest.raises(InvalidInputError, match="choose one of the two"):
-        engine.generate(QUESTION, TEXTS, policy=Both())
-
-
-def test_signals_that_are_not_there_are_refused(engine: Engine) -> None:
-    class Asking(ReusePolicy):
-        name = "asking"
-
-        def __init__(self, ask: Callable[[Signals], object], *reads: Signal) -> None:
-            self.ask, self.reads = ask, reads
-
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            self.ask(signals)
-            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
-
-    for policy, message in (
-        (Asking(lambda signals: signals.deviation(99)), "layer 99 keeps no values of its own"),
-        (Asking(lambda signals: signals.relevance()), r'set its reads = \("relevance",\)'),
-        (Asking(lambda signals: None, "relevance"), "needs an auxiliary model"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            engine.generate(QUESTION, TEXTS, policy=policy)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.2", True, None])
-def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
-    with pytest.raises(InvalidInputError, match="ratio must be a number from 0"):
-        CacheBlend(ratio)
-
-
-def test_numbers_of_tokens_and_layers_are_checked() -> None:
-    for tokens in (-1, 1.5, True, "16"):
-        with pytest.raises(InvalidInputError, match="tokens must be a number of tokens from 0 up"):
-            LegoLink(tokens)  # type: ignore[arg-type]  # wrong on purpose
-    for layer in (0, -1, 1.0, True):
-        with pytest.raises(InvalidInputError, match="check_layer must be the number of a layer"):
-            CacheBlend(check_layer=layer)  # type: ignore[arg-type]  # wrong on purpose
-    for make in (Reuse, LegoLink, CacheBlend):
-        with pytest.raises(InvalidInputError, match="positions must be"):
-            make(positions="local")  # type: ignore[arg-type]  # wrong on purpose
+        engine.generate_batch([(QUESTION, TEXTS)], policy=policy)
 
 
 def test_criteria_and_processors_of_the_caller_are_kept(engine: Engine) -> None:
@@ -419,6 +391,57 @@ def test_a_damaged_chunk_is_a_miss(expected: tuple[int, ...]) -> None:
     assert answer.metrics.misses == 2
 
 
+FAULTS: dict[str, Callable[[Path, list[Path]], object]] = {
+    "cut": lambda root, files: [os.truncate(path, 4100) for path in files],
+    "emptied": lambda root, files: [path.write_bytes(b"") for path in files],
+    "zeroed": lambda root, files: [path.write_bytes(bytes(path.stat().st_size)) for path in files],
+    "a bit flipped": lambda root, files: [flip(path) for path in files],
+    "rotated names": lambda root, files: rotate(files),
+    "folders": lambda root, files: [(path.unlink(), path.mkdir()) for path in files],
+    "links": lambda root, files: [(path.unlink(), path.symlink_to(root)) for path in files],
+    "pipes": lambda root, files: [(path.unlink(), os.mkfifo(path)) for path in files],
+    "gone": lambda root, files: shutil.rmtree(root),
+    "root is a file": lambda root, files: (shutil.rmtree(root), root.write_bytes(b"")),
+}
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def rotate(files: list[Path]) -> None:
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_whatever_happens_to_its_files_a_question_never_fails(
+    tmp_path: Path, fault: str, tiers: int
+) -> None:
+    texts = [f"Chunk number {number} says {number * 3}." for number in range(3)]  # of one length
+    expected = make_engine().generate(QUESTION, texts, max_new_tokens=5).token_ids
+    root = tmp_path / "kv"
+    make_engine(DiskStore(root, durable=False)).add(texts)
+    files = sorted(root.rglob("*.safetensors"))
+    assert len(files) >= len(texts)
+    disk = DiskStore(root, durable=False)
+    engine = make_engine(disk if tiers == 1 else TieredStore(MemoryStore(), disk))
+    FAULTS[fault](root, files)
+    first = engine.generate(QUESTION, texts, max_new_tokens=5)
+    assert first.token_ids == expected
+    assert first.metrics.misses > 0
+    again = engine.generate(QUESTION, texts, max_new_tokens=5)
+    assert again.token_ids == expected
+    if fault != "root is a file" or tiers == 2:
+        assert again.metrics.misses == 0, "what was missing is stored anew"
+    stats = disk.stats()
+    assert stats.misses + stats.corrupt > 0
+
+
 def no_gpus(monkeypatch: pytest.MonkeyPatch, *, built: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8" if built else None)
@@ -433,14 +456,13 @@ def test_cuda_that_is_not_there_is_said_in_one_sentence(
         r"^there is no cuda(:[01])? here, as this torch was built without CUDA; say cpu, or leave "
         "the device out$"
     )
-    ways: tuple[Callable[[], Any], ...] = (
+    for way in (
         lambda: Engine.from_pretrained("tiny", device=place),
         lambda: Engine.from_pretrained("tiny", model_kwargs={"device_map": place}),
         lambda: Engine.from_pretrained("tiny", model_kwargs={"device_map": {"": place}}),
         lambda: open_engine("tiny", device_map=place),
         lambda: twin(make_engine(), place),
-    )
-    for way in ways:
+    ):
         with pytest.raises(InvalidInputError, match=wanted):
             way()
     no_gpus(monkeypatch, built=True)
@@ -467,16 +489,31 @@ def test_a_plan_of_transformers_is_no_device() -> None:
         assert open_engine("tiny", device_map=plan).model.device == torch.device("cpu")
 
 
-def test_another_model_is_only_meant_where_it_has_another_name() -> None:
-    with pytest.raises(InvalidInputError, match=r"cannot load the model 'tiny': .*'dtypo'$"):
-        Engine.from_pretrained("tiny", model_kwargs={"dtypo": 1})
-    with pytest.raises(InvalidInputError, match=r"; did you mean 'tiny'\?$"):
-        Engine.from_pretrained("tinny")
+def damaged(folder: Path) -> None:
+    build("qwen2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"garbage garbage garbage")
 
 
-def test_an_empty_folder_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="cannot load the model") as found:
-        Engine.from_pretrained(str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("tiny", {"model_kwargs": {"dtypo": 1}}, r"cannot load the model 'tiny': .*'dtypo'$"),
+        ("tiny", {"dtype": "flaot32"}, "flaot32"),
+        ("tinny", {}, r"; did you mean 'tiny'\?$"),
+        (lambda folder: None, {}, "cannot load the model"),
+        (damaged, {}, "cannot load the model"),
+    ],
+    ids=["option", "dtype", "name", "empty folder", "damaged weights"],
+)
+def test_a_model_that_cannot_be_loaded_is_said_in_one_sentence(
+    tmp_path: Path, name: Any, options: dict[str, Any], said: str
+) -> None:
+    if callable(name):
+        name(tmp_path)
+        name = str(tmp_path)
+    with pytest.raises(InvalidInputError, match=said) as found:
+        Engine.from_pretrained(name, **options)
     assert "\n" not in str(found.value)
 
 

@@ -6,8 +6,7 @@ plain path, which loads every chunk in that order and computes the last ones aga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from laws import (
     TEXTS,
     TOLERANCE,
     TURNS,
+    Picked,
     Recorder,
     behind_system,
     error,
@@ -33,7 +33,6 @@ from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 from kvcache_rag import BestLast, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
 from kvcache_rag.kv.mask import block_mask
-from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.policies.selection import candidates
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Signals
     from kvcache_rag.prompt import Message
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -59,19 +57,15 @@ ASKED: list[tuple[str, list[str], tuple[Message, ...], tuple[float, ...]]] = [
 ]
 
 
-@dataclass(frozen=True)
-class Again(ReusePolicy):
+def again(ratio: float, positions: PositionScheme) -> Picked:
     """Computes the last chunks again where they stand: the slow, plain path."""
 
-    name: ClassVar[str] = "again"
-    ratio: float = 0.2
-    positions: PositionScheme = "reordered"
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+    def last(prompt: StitchedPrompt, _: object) -> Tensor:
         selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
-        for chunk in prompt.chunks[-max(1, round(self.ratio * len(prompt.chunks))) :]:
-            selected[chunk.start : chunk.stop] = True
+        selected[prompt.chunks[-max(1, round(ratio * len(prompt.chunks)))].start :] = True
         return selected & candidates(prompt)
+
+    return Picked(last, positions)
 
 
 def ranked(texts: Sequence[str], scores: Sequence[float]) -> list[str]:
@@ -121,12 +115,12 @@ def test_law_the_best_last_is_the_same_chunks_computed_again(
     engine: Engine, ratio: float, chunks: int, scheme: Any
 ) -> None:
     policy = BestLast(ratio, scheme)
-    if refused(engine, policy) or refused(engine, Again(ratio, scheme)):
+    if refused(engine, policy) or refused(engine, again(ratio, scheme)):
         return
     # TEXTS stand best first.
     best = TEXTS[:chunks][::-1]
     moved = [*TEXTS[chunks:], *best]
-    expected = engine.logits(QUESTION, moved, policy=Again(ratio, scheme))
+    expected = engine.logits(QUESTION, moved, policy=again(ratio, scheme))
     found = engine.logits(QUESTION, TEXTS, policy=policy)
     assert found.shape == expected.shape
     assert error(found, expected) < TOLERANCE

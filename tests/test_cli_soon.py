@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -87,6 +87,18 @@ print(json.dumps(found))
 HEAVY = ("torch", "transformers", "chromadb", "llama_index.core")
 
 
+NOWHERE = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+
+
+def run(*words: str, folder: Path, given: str = "", **variables: str) -> Any:
+    """Python with these words, as on a machine without a network unless variables say otherwise."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
+    environment = {**os.environ, **paths, **variables}
+    command = [sys.executable, *words]
+    pipes: dict[str, Any] = {"input": given, "capture_output": True, "text": True, "check": False}
+    return subprocess.run(command, cwd=folder, env=environment, **pipes)
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
     """Exit status, standard error and what is imported by then, by command line."""
@@ -94,21 +106,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (folder / "kv").mkdir()
     (folder / "corpus.jsonl").write_text('{"text": "a"}\n')
     lines = [line for line, _ in WRONG]
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(heavy=HEAVY)],
-        input=json.dumps(lines),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("-c", CODE.format(heavy=HEAVY), folder=folder, given=json.dumps(lines))
     assert done.returncode == 0, done.stderr
     return dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize(("line", "says"), WRONG)
@@ -127,11 +127,8 @@ def imports(name: str, log: str) -> bool:
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_at_once(tmp_path: Path) -> None:
-    nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-X", "importtime", "-m", "kvcache_rag", "demo", "org/none"]
-    done = subprocess.run(
-        command, env={**environment(), **nowhere}, capture_output=True, text=True, check=False
-    )
+    words = ("-X", "importtime", "-m", "kvcache_rag", "demo", "org/none")
+    done = run(*words, folder=tmp_path, **NOWHERE)
     assert done.returncode == 2
     assert done.stderr.endswith("not on this machine, and http://127.0.0.1:9 cannot be reached\n")
     assert not imports("torch", done.stderr)
@@ -140,10 +137,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("line", ["models check tiny", "doctor --json"])
 def test_what_takes_a_while_is_told_before_torch_is_imported(line: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "kvcache_rag", *line.split()]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
+    done = run("-X", "importtime", "-m", "kvcache_rag", *line.split(), folder=tmp_path)
+    assert done.returncode == 0
     before, _, after = done.stderr.partition(" ...\n")
     assert before.splitlines()[-1].startswith(("loading tiny", "looking at what is installed"))
     assert not imports("torch", before)
@@ -152,13 +147,14 @@ def test_what_takes_a_while_is_told_before_torch_is_imported(line: str, tmp_path
 
 
 @pytest.mark.parametrize(("said", "is_left_alone"), [("", True), ("['--version']", False)])
-def test_what_was_loaded_is_not_gone_through_while_leaving(said: str, is_left_alone: bool) -> None:
+def test_what_was_loaded_is_not_gone_through_while_leaving(
+    said: str, is_left_alone: bool, tmp_path: Path
+) -> None:
     """With a model that takes seconds.  Who calls it as a function keeps his own habits."""
     code = (
         "import atexit, gc\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))  # asked last\n"
         f"from kvcache_rag.cli import main; main({said})"
     )
-    command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    done = run("-c", code, "--version", folder=tmp_path)
     assert done.stdout.splitlines()[-1] == str(is_left_alone)

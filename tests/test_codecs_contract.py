@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.codecs import CODECS, Int4, Int8, Native
 from tests.chunks import bits, flat, make_chunk
-from tests.contracts_codecs import CodecContract
-from tests.test_codecs_quantised import normal, within
+from tests.contracts_codecs import CodecContract, finite_chunk
+from tests.test_codecs_quantised import within
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
@@ -25,6 +25,11 @@ class TestNative(CodecContract):
     def is_restored(self, found: ChunkKV, chunk: ChunkKV) -> bool:
         return [bits(tensor) for tensor in flat(found)] == [bits(tensor) for tensor in flat(chunk)]
 
+    def test_a_dense_chunk_is_not_copied(self) -> None:
+        chunk = make_chunk()
+        (encoded,) = self.codec.encode(chunk).values()
+        assert encoded.data_ptr() == flat(chunk)[0].data_ptr()
+
 
 class QuantisedContract(CodecContract):
     """Within the bound of the docstring, for numbers."""
@@ -32,7 +37,7 @@ class QuantisedContract(CodecContract):
     raw_keys = True
 
     def chunk(self, layout: ChunkLayout, tokens: int, seed: int = 0) -> ChunkKV:
-        return normal(layout, tokens, seed)
+        return finite_chunk(seed, tokens=tokens, layout=layout)
 
     def is_restored(self, found: ChunkKV, chunk: ChunkKV) -> bool:
         return within(self.codec, found, chunk)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,25 +14,14 @@ from kvcache_rag.codecs import CODECS, Codec, Int4, Int8
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
 from tests.contracts import LAYOUTS, StoreContract, empty_chunk, flat, key_of
+from tests.contracts_codecs import finite_chunk
 from tests.test_codecs_quantised import within
-from tests.test_stores import TestMemoryStore, TestTieredStore
+from tests.test_stores import TestDiskStore, TestMemoryStore, TestTieredStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
-
-
-def finite_chunk(
-    seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = contracts.LAYOUT, start: int = 3
-) -> ChunkKV:
-    """`make_chunk` without infinities and NaN, which quantising codecs refuse."""
-    generator = torch.Generator().manual_seed(seed)
-    chunk = empty_chunk(tokens, layout, start)
-    chunk.tokens.copy_(torch.randint(0, 32000, (tokens,), generator=generator))
-    for tensor in flat(chunk):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 3 + 1)
-    return chunk
+    from kvcache_rag.kv.chunk import ChunkKV
 
 
 class QuantisedContract(StoreContract):
@@ -76,24 +64,11 @@ class QuantisedContract(StoreContract):
         assert sum(store.stats().hits.values()) == hits + 2
 
 
-class QuantisedDiskContract(QuantisedContract):
+class TestInt8DiskStore(QuantisedContract, TestDiskStore):
+    codec = Int8()
+
     def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
         return DiskStore(path, max_bytes=max_bytes, durable=False, codec=self.codec)
-
-    def age(self, store: ChunkStore, seconds: float) -> None:
-        for path in store.root.rglob("*"):
-            status = path.stat()
-            os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
-
-    def held(self, store: ChunkStore) -> set[str]:
-        return {path.stem for path in store.root.rglob("*.safetensors")}
-
-    def size(self, chunk: ChunkKV) -> int:
-        return 4096 + self.stored(chunk)
-
-
-class TestInt8DiskStore(QuantisedDiskContract):
-    codec = Int8()
 
 
 class TestInt8MemoryStore(QuantisedContract, TestMemoryStore):
@@ -101,21 +76,15 @@ class TestInt8MemoryStore(QuantisedContract, TestMemoryStore):
 
     def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
         del path
-        limit = 1 << 30 if max_bytes is None else max_bytes
-        return MemoryStore(limit, codec=self.codec)
-
-    def size(self, chunk: ChunkKV) -> int:
-        return self.stored(chunk)
+        return MemoryStore(1 << 30 if max_bytes is None else max_bytes, codec=self.codec)
 
 
 class TestInt8TieredStore(QuantisedContract, TestTieredStore):
     codec = Int8()
 
     def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
-        limit = 1 << 30 if max_bytes is None else max_bytes
-        memory = MemoryStore(limit, codec=self.codec)
-        disk = DiskStore(path, max_bytes=max_bytes, durable=False, codec=self.codec)
-        return TieredStore(memory, disk)
+        tiers = (TestInt8MemoryStore(), TestInt8DiskStore())
+        return TieredStore(*(tier.open(path, max_bytes=max_bytes) for tier in tiers))
 
     def test_promoting_rounds_nothing_again(self, tmp_path: Path) -> None:
         """Times that a chunk goes up a tier, by whichever way, leave its bytes alone."""
@@ -140,7 +109,6 @@ def test_memory_that_keeps_no_such_form_says_so() -> None:
     for options in ({"codec": Int4()}, {"codec": Int8(), "pinned": False, "device": "meta"}):
         with pytest.raises(InvalidInputError):
             MemoryStore(**options)
-    assert repr(MemoryStore(5, codec=Int8())).endswith("tier='memory', codec=Int8())")
 
 
 def test_chunks_of_every_codec_have_keys_of_their_own() -> None:

@@ -20,6 +20,7 @@ from kvcache_rag import DiskStore, Engine, MemoryStore, TieredStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.models.hf import TransformersModel
+from tests.chunks import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,6 +189,11 @@ def test_two_processes_that_miss_at_once_compute_the_prefix_and_each_chunk_once(
     assert computed == Counter([prefix, *chunks])
 
 
+def assert_same_chunk(key: ChunkKey, layout: Any, *stores: ChunkStore) -> None:
+    mine, theirs = (store.get(key, layout).chunk for store in stores)
+    assert all(map(torch.equal, flat(mine), flat(theirs)))
+
+
 def test_a_prefix_that_is_read_gives_the_chunks_that_a_computed_one_gives(tmp_path: Path) -> None:
     first, later = disk(tmp_path), disk(tmp_path)
     alone = engine_of(MemoryStore())
@@ -196,16 +202,11 @@ def test_a_prefix_that_is_read_gives_the_chunks_that_a_computed_one_gives(tmp_pa
     engine = engine_of(later)
     counts = Counts(later)
     keys = counts.watch(engine).add(TEXTS)
-    prefix, chunks = ids_of(engine)
+    _, chunks = ids_of(engine)
     assert counts.computed == Counter(chunks[1:])
     assert alone.add(TEXTS) == keys
-    layout = access.chunk_layout(engine)
     for key in keys:
-        read, computed = (one.store.get(key, layout).chunk for one in (engine, alone))
-        for mine, theirs in zip(read.tensors, computed.tensors, strict=True):
-            for tensor, other in zip(mine, theirs, strict=True):
-                assert tensor.equal(other)
-    assert len(prefix) == keys[0].start
+        assert_same_chunk(key, access.chunk_layout(engine), engine.store, alone.store)
 
 
 def test_chunks_attend_to_the_prefix_as_it_was_computed_and_not_as_it_was_rounded() -> None:
@@ -215,7 +216,4 @@ def test_chunks_attend_to_the_prefix_as_it_was_computed_and_not_as_it_was_rounde
     later.generate("Who?", TEXTS[:1], max_new_tokens=1)  # reads the prefix
     (key,) = later.add(TEXTS[1:2])
     assert alone.add(TEXTS[1:2]) == [key]
-    layout = access.chunk_layout(later)
-    found, expected = (store.get(key, layout).chunk for store in (shared, other))
-    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
-        assert all(map(torch.equal, mine, theirs))
+    assert_same_chunk(key, access.chunk_layout(later), shared, other)

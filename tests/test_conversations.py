@@ -65,117 +65,65 @@ class Case:
 
 
 A, B = "The ship Mora was built in Kiel.", "Captain Vug has sailed it for years."
-ADDED: Final = (("user", "Add."), ("assistant", "", "add", {"a": 1}), ("tool", "2", "add"))
-FOUND: Final = (
-    ("user", "Where?"),
-    ("assistant", "", "find", {"a": 1}),
-    ("tool", f"Found:\n{A}\n\n{B}", "find", A, B),
+NO_QUESTION: Final = "both: a chat model goes on from anything, the server's API wants a question"
+NO_TOOLS: Final = "both: the server knows no tools"
+NOTHING_ASKED: Final = "LangChain and the server: nothing is asked"
+A_PART: Final = "LangChain: calls and results are a part of what was said"
+# Turns of the cases.
+OWN_WORDS, BRIEF, KIND = ("system", OWN), ("system", "Be brief."), ("system", "Be kind.")
+WHO, WHERE, SPACED, SILENT = (("user", text) for text in ("Who?", "Where?", "  Where?\n", " "))
+VUG, TESK, ASK, KIEL, NOTHING, THOUGHT = (
+    ("assistant", text)
+    for text in ("Vug.", "Or Tesk.", "Ask.", "In Kiel.", "", "<think>It is Vug.</think>Vug.")
 )
+ADDED = (("user", "Add."), ("assistant", "", "add", {"a": 1}), ("tool", "2", "add"))
+FOUND = (WHERE, ("assistant", "", "find", {"a": 1}), ("tool", f"Found:\n{A}\n\n{B}", "find", A, B))
+
 CASES: Final[dict[str, Case]] = {
-    "a question": Case((("user", "Where?"),)),
-    "spaces around": Case((("user", "  Where?\n"),)),
-    "no question": Case((("user", " "),)),
-    "the own instruction": Case((("system", OWN), ("user", "Where?"))),
-    "a foreign instruction": Case((("system", "Be brief."), ("user", "Where?"))),
-    "two instructions": Case((("system", "Be brief."), ("system", "Be kind."), ("user", "Where?"))),
-    "an instruction in between": Case(
-        (("user", "Who?"), ("assistant", "Vug."), ("system", "Be brief."), ("user", "Where?"))
-    ),
-    "an instruction alone": Case(
-        (("system", "Be brief."),),
-        verdict="both: a chat model goes on from anything, the server's API wants a question",
-    ),
-    "an instruction last": Case(
-        (("user", "Where?"), ("system", "Be brief.")),
-        verdict="both: a chat model goes on from anything, the server's API wants a question",
-    ),
-    "turns": Case((("user", "Who?"), ("assistant", "Vug."), ("user", "Where?"))),
-    "two questions": Case((("user", "Who?"), ("user", "Where?"))),
-    "two answers": Case(
-        (("user", "Who?"), ("assistant", "Vug."), ("assistant", "Or Tesk."), ("user", "Where?"))
-    ),
-    "an answer first": Case((("assistant", "Ask."), ("user", "Where?"))),
-    "an answer last": Case(
-        (("user", "Where?"), ("assistant", "In Kiel.")),
-        verdict="both: a chat model goes on from anything, the server's API wants a question",
-    ),
-    "an empty turn": Case((("user", "Who?"), ("assistant", ""), ("user", " "), ("user", "Where?"))),
-    "thoughts": Case(
-        (("user", "Who?"), ("assistant", "<think>It is Vug.</think>Vug."), ("user", "Where?"))
-    ),
-    "a call": Case(
-        (*ADDED, ("user", "And?")),
-        verdict="both: the server knows no tools",
-    ),
-    "a result last": Case(
-        ADDED,
-        verdict="both: the server knows no tools",
-    ),
-    "a tool finds": Case(
-        FOUND,
-        verdict="both: the server knows no tools",
-    ),
-    "a tool finds, a foreign instruction": Case(
-        (("system", "Be brief."), *FOUND),
-        verdict="both: the server knows no tools",
-    ),
-    "a tool found, a question": Case(
-        (("system", "Be brief."), *FOUND, ("assistant", "In Kiel."), ("user", "Who?")),
-        verdict="both: the server knows no tools",
-    ),
-    "two roles, an instruction": Case(
-        (("system", "Be brief."), ("user", "Where?")), template=TWO_ROLES
-    ),
-    "two roles, turns": Case(
-        (("system", "Be brief."), ("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")),
-        template=TWO_ROLES,
-    ),
-    "documents": Case((("user", "Where?"),), (A, B)),
-    "documents, spaces around": Case((("user", "  Where?\n"),), (f" {A} ", B)),
-    "documents, no question": Case((("user", " "),), (A, B)),
-    "documents, one twice": Case((("user", "Where?"),), (A, B, A)),
-    "documents, one empty": Case((("user", "Where?"),), (A, " ", B)),
-    "documents, all empty": Case((("user", "Where?"),), (" ",)),
-    "documents, turns": Case((("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")), (A, B)),
-    "documents, the own instruction": Case((("system", OWN), ("user", "Where?")), (A, B)),
-    "documents, a foreign instruction": Case((("system", "Be brief."), ("user", "Where?")), (A, B)),
-    "documents, two instructions": Case(
-        (("system", "Be brief."), ("system", "Be kind."), ("user", "Where?")), (A, B)
-    ),
-    "documents, an instruction twice": Case(
-        (("system", "Be brief."), ("system", "Be brief."), ("user", "Where?")), (A, B)
-    ),
-    "documents, an instruction and turns": Case(
-        (("system", "Be brief."), ("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")),
-        (A, B),
-    ),
-    "documents, an instruction in between": Case(
-        (("user", "Who?"), ("assistant", "Vug."), ("system", "Be brief."), ("user", "Where?")),
-        (A, B),
-    ),
-    "documents, two questions": Case((("user", "Who?"), ("user", "Where?")), (A, B)),
-    "documents, two answers": Case(
-        (("user", "Who?"), ("assistant", "Vug."), ("assistant", "Or Tesk."), ("user", "Where?")),
-        (A, B),
-    ),
-    "documents, an answer first": Case((("assistant", "Ask."), ("user", "Where?")), (A, B)),
-    "documents, an answer last": Case(
-        (("user", "Where?"), ("assistant", "In Kiel.")),
-        (A, B),
-        verdict="LangChain and the server: nothing is asked",
-    ),
-    "documents, an empty turn": Case(
-        (("user", "Who?"), ("assistant", ""), ("user", " "), ("user", "Where?")), (A, B)
-    ),
-    "documents, a call": Case(
-        (*ADDED, ("user", "And?")),
-        (A, B),
-        verdict="LangChain: calls and results are a part of what was said",
-    ),
+    "a question": Case((WHERE,)),
+    "spaces around": Case((SPACED,)),
+    "no question": Case((SILENT,)),
+    "the own instruction": Case((OWN_WORDS, WHERE)),
+    "a foreign instruction": Case((BRIEF, WHERE)),
+    "two instructions": Case((BRIEF, KIND, WHERE)),
+    "an instruction in between": Case((WHO, VUG, BRIEF, WHERE)),
+    "an instruction alone": Case((BRIEF,), verdict=NO_QUESTION),
+    "an instruction last": Case((WHERE, BRIEF), verdict=NO_QUESTION),
+    "turns": Case((WHO, VUG, WHERE)),
+    "two questions": Case((WHO, WHERE)),
+    "two answers": Case((WHO, VUG, TESK, WHERE)),
+    "an answer first": Case((ASK, WHERE)),
+    "an answer last": Case((WHERE, KIEL), verdict=NO_QUESTION),
+    "an empty turn": Case((WHO, NOTHING, SILENT, WHERE)),
+    "thoughts": Case((WHO, THOUGHT, WHERE)),
+    "a call": Case((*ADDED, ("user", "And?")), verdict=NO_TOOLS),
+    "a result last": Case(ADDED, verdict=NO_TOOLS),
+    "a tool finds": Case(FOUND, verdict=NO_TOOLS),
+    "a tool finds, a foreign instruction": Case((BRIEF, *FOUND), verdict=NO_TOOLS),
+    "a tool found, a question": Case((BRIEF, *FOUND, KIEL, WHO), verdict=NO_TOOLS),
+    "two roles, an instruction": Case((BRIEF, WHERE), template=TWO_ROLES),
+    "two roles, turns": Case((BRIEF, WHO, VUG, WHERE), template=TWO_ROLES),
+    "documents": Case((WHERE,), (A, B)),
+    "documents, spaces around": Case((SPACED,), (f" {A} ", B)),
+    "documents, no question": Case((SILENT,), (A, B)),
+    "documents, one twice": Case((WHERE,), (A, B, A)),
+    "documents, one empty": Case((WHERE,), (A, " ", B)),
+    "documents, all empty": Case((WHERE,), (" ",)),
+    "documents, turns": Case((WHO, VUG, WHERE), (A, B)),
+    "documents, the own instruction": Case((OWN_WORDS, WHERE), (A, B)),
+    "documents, a foreign instruction": Case((BRIEF, WHERE), (A, B)),
+    "documents, two instructions": Case((BRIEF, KIND, WHERE), (A, B)),
+    "documents, an instruction twice": Case((BRIEF, BRIEF, WHERE), (A, B)),
+    "documents, an instruction and turns": Case((BRIEF, WHO, VUG, WHERE), (A, B)),
+    "documents, an instruction in between": Case((WHO, VUG, BRIEF, WHERE), (A, B)),
+    "documents, two questions": Case((WHO, WHERE), (A, B)),
+    "documents, two answers": Case((WHO, VUG, TESK, WHERE), (A, B)),
+    "documents, an answer first": Case((ASK, WHERE), (A, B)),
+    "documents, an answer last": Case((WHERE, KIEL), (A, B), NOTHING_ASKED),
+    "documents, an empty turn": Case((WHO, NOTHING, SILENT, WHERE), (A, B)),
+    "documents, a call": Case((*ADDED, ("user", "And?")), (A, B), A_PART),
     "documents, two roles, an instruction": Case(
-        (("system", "Be brief."), ("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")),
-        (A, B),
-        template=TWO_ROLES,
+        (BRIEF, WHO, VUG, WHERE), (A, B), template=TWO_ROLES
     ),
 }
 
@@ -188,18 +136,14 @@ def engine_of(case: Case) -> tuple[Engine, list[str]]:
         seen.append(prompt)
         return "x"
 
-    model, tokenizer = scripted(script, case.template, RESPONSE)
-    return (
-        Engine(
-            model,
-            tokenizer,
-            store=MemoryStore(),
-            template=PromptTemplate(system=OWN),
-            policy=FullRecompute(),
-            context_window=WINDOW,
-        ),
-        seen,
+    engine = Engine(
+        *scripted(script, case.template, RESPONSE),
+        store=MemoryStore(),
+        template=PromptTemplate(system=OWN),
+        policy=FullRecompute(),
+        context_window=WINDOW,
     )
+    return engine, seen
 
 
 # ---------------------------------------------------------------------- the front ends

@@ -27,17 +27,8 @@ BY_NAME = (
 )
 ERRORS = [name for name in NAMES if name.endswith("Error")]
 POLICIES = (
-    *(
-        "Ape",
-        "BestFew",
-        "BestLast",
-        "BestRead",
-        "CacheBlend",
-        "CacheClip",
-        "Combination",
-        "FullRecompute",
-    ),
-    *("LegoLink", "ProphetKV", "Reuse"),
+    *("Ape", "BestFew", "BestLast", "BestRead", "CacheBlend", "CacheClip", "Combination"),
+    *("FullRecompute", "LegoLink", "ProphetKV", "Reuse"),
 )
 CODECS = ("Int4", "Int8", "Native")
 STREAM = "neither copied nor pickled"
@@ -79,8 +70,7 @@ def rows(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "MissingExtraError": Row(
             lambda: public("MissingExtraError")("package", "extra"), "str(value)"
         ),
-        **{name: Row(lambda name=name: public(name)()) for name in POLICIES},
-        **{name: Row(lambda name=name: public(name)()) for name in CODECS},
+        **{name: Row(lambda name=name: public(name)()) for name in (*POLICIES, *CODECS)},
         "Answer": Row(lambda: engine.generate("Who?", TEXTS, max_new_tokens=2)),
         "AnswerStream": Row(
             lambda: read(engine.stream("Who?", TEXTS, max_new_tokens=2)),

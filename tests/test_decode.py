@@ -114,39 +114,31 @@ def test_an_answer_ends_where_generate_ends_it(
 
 def test_processors_see_what_they_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("llama")
+    watches: list[list[tuple[list[int], torch.dtype]]] = [[], []]
 
-    def asked(watch: list[tuple[list[int], torch.dtype]]) -> LogitsProcessorList:
+    def asked(watch: list[tuple[list[int], torch.dtype]]) -> dict[str, Any]:
         def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             watch.append((ids[0].tolist(), scores.dtype))
             return scores.masked_fill(scores == scores.max(), -torch.inf)  # the second best
 
-        return LogitsProcessorList([processor])
+        return {"max_new_tokens": 6, "logits_processor": LogitsProcessorList([processor])}
 
-    law: list[Any] = []
-    own: list[Any] = []
-    expected = _by_generate(monkeypatch, engine, max_new_tokens=6, logits_processor=asked(law))
+    expected = _by_generate(monkeypatch, engine, **asked(watches[0]))
     seen = _watched(monkeypatch)
-    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=6, logits_processor=asked(own))
+    answer = engine.generate(QUESTION, TEXTS, **asked(watches[1]))
     assert (len(seen), seen[0].passes) == (1, 6)
-    assert (answer.token_ids, own) == (expected.token_ids, law)
+    assert answer.token_ids == expected.token_ids
+    assert watches[0] == watches[1]
 
 
 def test_a_cancelled_answer_ends_at_its_next_token() -> None:
-    engine = make_engine("llama")
-    adapter = access.adapter(engine)
-    cancelled = threading.Event()
+    engine, cancelled = make_engine("llama"), threading.Event()
     cancelled.set()
     ids = torch.tensor([engine.tokenize(QUESTION, TEXTS).all])
     given = generating.generate(
-        adapter,
-        ids,
-        torch.ones_like(ids),
-        None,
-        max_new_tokens=9,
-        tokenizer=engine.tokenizer,
-        options={},
-        cancelled=cancelled,
-    )
+        access.adapter(engine), ids, torch.ones_like(ids), None, max_new_tokens=9,
+        tokenizer=engine.tokenizer, options={}, cancelled=cancelled,
+    )  # fmt: skip
     assert (len(given.rows[0]), given.finish_reasons) == (0, ("length",))
 
 
@@ -195,28 +187,27 @@ def test_a_model_that_prepares_its_own_inputs_goes_to_generate() -> None:
 PROMPT = torch.tensor([*range(10, 40), 12, 13, 14, 90, 91, 92, 93])
 
 
-def test_a_guess_is_what_stood_behind_the_longest_then_latest_run() -> None:
+@pytest.mark.parametrize(
+    ("said", "room", "guess"),
+    [
+        ([77, 13, 14], 9, [90, 91, 92, 93]),  # two runs of two tokens: the later one
+        ([11, 12, 13, 14], 9, [15, 16, 17, 18]),  # a run of four, before one of three
+        ([11, 12, 13, 14], 2, [15, 16]),
+        ([70, 71, 72, 73, 70, 71], 9, [72, 73, 70, 71]),  # of the answer itself
+        ([77, 78], 9, []),
+        ([11, 12, 13, 14], 0, []),
+    ],
+)
+def test_a_guess_is_what_stood_behind_the_longest_then_latest_run(
+    said: list[int], room: int, guess: list[int]
+) -> None:
     drafts = Drafts(PROMPT, 4, row_cost=0.0)
-    drafts.said([77, 13, 14])
-    assert drafts.guess(9) == [90, 91, 92, 93]  # two runs of two tokens: the later one
-    drafts = Drafts(PROMPT, 4, row_cost=0.0)
-    drafts.said([11, 12, 13, 14])
-    assert drafts.guess(9) == [15, 16, 17, 18]  # a run of four, before one of three
-    assert drafts.guess(2) == [15, 16]
+    drafts.said(said)
+    assert drafts.guess(room) == guess
 
 
-def test_nothing_is_guessed_without_a_run() -> None:
-    drafts = Drafts(PROMPT, 4)
-    drafts.said([77, 78])
-    assert drafts.guess(9) == []
+def test_nothing_is_guessed_of_a_short_prompt() -> None:
     assert Drafts(PROMPT[:FEWEST], 4).guess(9) == []
-    assert Drafts(PROMPT, 4).guess(0) == []
-
-
-def test_a_run_may_be_of_the_answer_itself() -> None:
-    drafts = Drafts(PROMPT, 4, row_cost=0.0)
-    drafts.said([70, 71, 72, 73, 70, 71])
-    assert drafts.guess(9) == [72, 73, 70, 71]
 
 
 def test_guesses_that_fail_become_fewer_and_those_that_hold_longer() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
-from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.deferred.attention import (
     deferred_attention,
     fast_attention,
@@ -25,9 +24,6 @@ from kvcache_rag.models.deferred.attention import (
 from kvcache_rag.models.deferred.cache import HeldSegments, LayerSegments, deferred_cache
 from kvcache_rag.models.deferred.segments import LayerCall, Segment, SegmentTable
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
-
-if TYPE_CHECKING:
-    from kvcache_rag.models.attention.few_queries import ChunkContext
 
 WIDTH, GROUPS = 32, 2  # a width that the CPU's kernel for bfloat16 takes
 HEADS = 6
@@ -122,11 +118,20 @@ class Case:
     def layer(self) -> LayerSegments:
         return LayerSegments(HeldSegments.of(self.table), 1, 1)
 
+    def cached(self) -> tuple[Tensor, Tensor]:
+        """The tail as it stands in a cache."""
+        buffer = KVBuffer.allocate(self.layout.chunk_layout, 1, 8, "cpu")
+        cache: Any = deferred_cache(HeldSegments.of(self.table), self.layout.kinds, buffer)
+        keys, values = cache.update(self.key, self.value, 2)
+        return keys, values
+
     def check(self, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         call = LayerCall(self.query, self.key, self.value, mask, 0.3, sinks)
         assert has_fast_path(call, self.table)
         plain, fast = plain_attention(call, self.layer), fast_attention(call, self.layer)
-        assert fast.shape == plain.shape == (len(self.asks), self.queries, HEADS, WIDTH)
+        assert (
+            fast.shape == plain.shape == (len(self.asks), self.queries, self.query.shape[1], WIDTH)
+        )
         assert fast.dtype == self.query.dtype
         assert bool(fast.isfinite().all())
         assert bool(plain.isfinite().all())
@@ -187,13 +192,14 @@ def test_fast_is_plain_for_random_batches(seed: int) -> None:
     case.check(case.mask, torch.randn(HEADS))
 
 
+@pytest.mark.parametrize("rotation", ["half", "half reverse", "none", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_fast_is_plain_in_other_dtypes(dtype: torch.dtype) -> None:
+def test_fast_is_plain_in_other_dtypes(dtype: torch.dtype, rotation: str) -> None:
     for batch, steps in itertools.product(BATCHES.values(), (0, 2)):
         for window in (None, 6):
-            case = Case(ROTATIONS["half"], *batch, window=window, steps=steps, dtype=dtype)
+            case = Case(ROTATIONS[rotation], *batch, window=window, steps=steps, dtype=dtype)
             case.check(case.mask)
-            case.check(additive(case.mask, dtype))
+            case.check(additive(case.mask, dtype), torch.linspace(-1.0, 2.0, HEADS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -203,10 +209,8 @@ def test_a_head_of_the_query_for_each_of_the_keys_as_models_hand_it_over(
     for batch in BATCHES.values():
         case = Case(ROTATIONS["half"], *batch, dtype=dtype)
         rows = len(case.asks)
-        query = torch.randn(rows, case.queries, GROUPS, WIDTH).to(dtype).transpose(1, 2)
-        call = LayerCall(query, case.key, case.value, case.mask, 0.3)
-        error = fast_attention(call, case.layer) - plain_attention(call, case.layer)
-        assert error.abs()[case.asks].max() < TOLERANCE[dtype]
+        case.query = torch.randn(rows, case.queries, GROUPS, WIDTH).to(dtype).transpose(1, 2)
+        case.check(case.mask)
 
 
 def test_a_mask_that_adds_to_scores_adds_to_those_of_segments_too() -> None:
@@ -242,107 +246,14 @@ def test_plain_is_attention_over_a_turned_copy() -> None:
         assert (moved.check(moved.mask) - stock.transpose(1, 2)).abs().max() > 0.1
 
 
-def test_a_chunk_in_several_rows_is_read_once_and_a_hidden_one_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = Case(ROTATIONS["half"], *BATCHES["the same chunk at other columns"])
-    lengths = calls_of(case, case.mask, monkeypatch)
-    assert sorted(lengths) == sorted([4, 7, 5, 12, 9]), "the tail and each chunk once"
-    near = Case(ROTATIONS["half"], [[2, 0, 1, 4]], [3], window=8)
-    # 3 queries and a window of 8: columns up to 7 before the first query's.
-    assert calls_of(near, near.mask, monkeypatch) == [3, 7]
-
-
-@pytest.mark.skipif(
-    few_queries.library() is None, reason="no compiled kernel, or no CPU with AVX-512 for bfloat16"
-)
-@pytest.mark.parametrize("rotation", ["half", "half reverse", "none", "interleaved"])
-def test_one_row_that_sees_all_of_its_chunks_takes_one_call(
-    rotation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    kernel = few_queries.attend_behind
-
-    def counted(chunks: ChunkContext, *rest: Any) -> Any:
-        calls.append(chunks.tokens)
-        return kernel(chunks, *rest)
-
-    monkeypatch.setattr(few_queries, "attend_behind", counted)
-    is_turned = rotation != "interleaved"
-    rows, queries = [[0, 2, 1, 2, 3]], [3]
-    for steps in (0, 3):
-        case = Case(ROTATIONS[rotation], rows, queries, steps=steps, dtype=torch.bfloat16)
-        for mask in (case.mask, None):
-            case.check(mask)
-            case.check(mask, torch.linspace(-1.0, 2.0, HEADS))
-    assert calls == [7 + 12 + 5 + 12 + 1] * 8 * is_turned
-    calls.clear()
-    for row in (rows * 2, [[]]):  # more rows than one; nothing but the tail
-        case = Case(ROTATIONS[rotation], row, queries * len(row), dtype=torch.bfloat16)
-        case.check(case.mask)
-    near = Case(ROTATIONS[rotation], rows, queries, window=8, dtype=torch.bfloat16)
-    near.check(near.mask)
-    assert not calls
-
-
-def calls_of(case: Case, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of keys in each call of the kernel."""
-    lengths: list[int] = []
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def counted(query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
-        lengths.append(key.shape[2])
-        return kernel(query, key, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counted, raising=True
-        )
-        fast_attention(LayerCall(case.query, case.key, case.value, mask, 0.3), case.layer)
-    return lengths
-
-
-def test_the_cache_counts_its_segments_and_holds_the_tail_alone() -> None:
-    case = Case(ROTATIONS["half"], [[0, 1, 2]], [4])
-    buffer = KVBuffer.allocate(case.layout.chunk_layout, 1, 8, "cpu")
-    held = HeldSegments.of(case.table)
-    cache: Any = deferred_cache(held, case.layout.kinds, buffer)
-    assert cache.get_seq_length() == 24
-    assert cache.get_mask_sizes(4, 0) == (28, 0)
-    keys, values = cache.update(case.key, case.value, 2)
-    assert torch.equal(keys, case.key)
-    assert torch.equal(values, case.value)
-    assert keys.data_ptr() == buffer.slots()[2][0].data_ptr()
-    assert cache.get_seq_length(2) == 28
-    chunk = case.table.rows[0][1].chunk
-    view = held.views[1][id(chunk)][0][1]
-    assert view.data_ptr() == chunk.keys(1)[1].data_ptr()
-    found, _ = deferred_attention(torch.nn.Linear(1, 1), case.query, keys, values, case.mask)
-    call = LayerCall(case.query, keys, values, case.mask, WIDTH**-0.5)
-    expected = plain_attention(call, case.layer)
-    assert (found - expected).abs().max() < 2e-6
-
-
 def test_keys_without_segments_are_an_error_and_so_is_what_is_not_known() -> None:
-    case = Case(ROTATIONS["half"], [[0]], [2])
-    module = torch.nn.Linear(1, 1)
-    buffer = KVBuffer.allocate(case.layout.chunk_layout, 1, 8, "cpu")
-    cache: Any = deferred_cache(HeldSegments.of(case.table), case.layout.kinds, buffer)
-    keys, values = cache.update(case.key, case.value, 2)
+    case, module = Case(ROTATIONS["half"], [[0]], [2]), torch.nn.Linear(1, 1)
+    keys, values = case.cached()
     with pytest.raises(UnsupportedModelError, match="Linear passes softcap"):
         deferred_attention(module, case.query, keys, values, case.mask, softcap=30.0)
-    cache.update(case.key, case.value, 1)
+    case.cached()
     with pytest.raises(UnsupportedModelError, match="changes its keys between cache and att"):
         deferred_attention(module, case.query, keys.clone(), values, case.mask)
-
-
-def test_keys_of_another_cache_are_attended_to_plainly() -> None:
-    case = Case(ROTATIONS["half"], [[0], [0]], [3, 3])
-    found, _ = deferred_attention(torch.nn.Linear(1, 1), case.query, case.key, case.value, None)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        case.query, case.key, case.value, is_causal=True, enable_gqa=True
-    )
-    assert (found - expected.transpose(1, 2)).abs().max() < 2e-6
 
 
 def test_plans_do_not_grow_with_the_tail() -> None:
@@ -361,13 +272,13 @@ def test_odd_shapes_take_the_plain_path() -> None:
     by_head = case.mask.expand(-1, HEADS, -1, -1)
     call = LayerCall(case.query, case.key, case.value, case.mask, 0.3)
     assert has_fast_path(call, case.table)
-    assert not has_fast_path(replace(call, mask=by_head), case.table)
-    assert not has_fast_path(replace(call, value=case.value[..., :8]), case.table)
-    assert not has_fast_path(replace(call, query=case.query.bfloat16()), case.table)
-    key = case.key.clone()
-    buffer = KVBuffer.allocate(case.layout.chunk_layout, 1, 8, "cpu")
-    cache: Any = deferred_cache(HeldSegments.of(case.table), case.layout.kinds, buffer)
-    held, values = cache.update(key, case.value, 2)
+    for odd in (
+        {"mask": by_head},
+        {"value": case.value[..., :8]},
+        {"query": case.query.bfloat16()},
+    ):
+        assert not has_fast_path(replace(call, **odd), case.table)
+    keys, values = case.cached()
     module = torch.nn.Linear(1, 1)
-    by_heads, _ = deferred_attention(module, case.query, held, values, by_head, scaling=0.3)
+    by_heads, _ = deferred_attention(module, case.query, keys, values, by_head, scaling=0.3)
     assert (by_heads - case.check(case.mask)).abs().max() < 2e-6

@@ -18,7 +18,6 @@ from kvcache_rag.models.deferred.int8 import Int8Segments, int8_refusal
 from kvcache_rag.models.deferred.segments import LayerCall, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from kvcache_rag.stores import ChunkStore
@@ -53,29 +52,22 @@ def disk(folder: Path) -> DiskStore:
     return DiskStore(folder, codec=Int8(), durable=False)
 
 
-@pytest.fixture
-def filled(tmp_path: Path) -> Callable[[str], Path]:
-    """A folder in which all texts are, and the prefix, in 8 bits."""
-
-    def fill(name: str) -> Path:
-        asked(name, disk(tmp_path)).add(TEXTS)
-        return tmp_path
-
-    return fill
+def pair(name: str, folder: Path, **options: Any) -> tuple[Engine, Engine]:
+    """Over one folder in which all texts are, and the prefix: in place, and copying."""
+    asked(name, disk(folder)).add(TEXTS)
+    return asked(name, disk(folder), **options), asked(name, disk(folder), "copied", **options)
 
 
 @needs_kernel
 @pytest.mark.parametrize("policy", [Reuse(), Reuse(positions="composite")], ids=repr)
 @pytest.mark.parametrize("name", READ)
-def test_logits_are_bit_for_bit_those_over_a_copy(
-    name: str, policy: Reuse, filled: Callable[[str], Path]
-) -> None:
-    folder = filled(name)
-    in_place, copied = asked(name, disk(folder)), asked(name, disk(folder), "copied")
+def test_logits_are_bit_for_bit_those_over_a_copy(name: str, policy: Reuse, tmp_path: Path) -> None:
+    in_place, copied = pair(name, tmp_path)
     twice = [TEXTS[2], TEXTS[0], TEXTS[2], TEXTS[1]]
     for question, chunks in ((QUESTION, TEXTS), (LONG, TEXTS[:1]), ("x", []), ("y", twice)):
-        found = in_place.logits(question, chunks, policy=policy)
-        expected = copied.logits(question, chunks, policy=policy)
+        found, expected = (
+            one.logits(question, chunks, policy=policy) for one in (in_place, copied)
+        )
         assert torch.equal(found, expected)
     metrics = in_place.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
     assert (metrics.rotation, metrics.not_deferred) == ("deferred", "")
@@ -84,11 +76,8 @@ def test_logits_are_bit_for_bit_those_over_a_copy(
 
 @needs_kernel
 @pytest.mark.parametrize("name", READ)
-def test_answers_batches_and_streams_are_those_of_copying(
-    name: str, filled: Callable[[str], Path]
-) -> None:
-    folder = filled(name)
-    in_place, copied = asked(name, disk(folder)), asked(name, disk(folder), "copied")
+def test_answers_batches_and_streams_are_those_of_copying(name: str, tmp_path: Path) -> None:
+    in_place, copied = pair(name, tmp_path)
     questions = [(QUESTION, TEXTS), (LONG, [TEXTS[2], TEXTS[0], TEXTS[2]]), ("Why?", TEXTS[1:])]
     begun, wanted = Recorder(), Recorder()
     batch = in_place.generate_batch(questions, max_new_tokens=6, logits_processor=[begun])
@@ -106,10 +95,8 @@ def test_answers_batches_and_streams_are_those_of_copying(
 
 @needs_kernel
 @pytest.mark.parametrize("name", READ)
-def test_a_question_that_begins_alike_goes_on_behind_codes(
-    name: str, filled: Callable[[str], Path]
-) -> None:
-    engine, seen, again = asked(name, disk(filled(name))), Recorder(), Recorder()
+def test_a_question_that_begins_alike_goes_on_behind_codes(name: str, tmp_path: Path) -> None:
+    engine, seen, again = pair(name, tmp_path)[0], Recorder(), Recorder()
     longer = f"{QUESTION}\nAnswer: it was.\n{LONG}"
     engine.generate(longer, TEXTS, max_new_tokens=3, logits_processor=[seen])
     engine.forget_buffer()
@@ -123,15 +110,16 @@ def test_a_question_that_begins_alike_goes_on_behind_codes(
 @pytest.mark.parametrize("policy", [BestLast(), BestLast(0.6, "composite")], ids=repr)
 @pytest.mark.parametrize("name", READ)
 def test_what_is_computed_with_the_question_attends_to_the_others_in_place(
-    name: str, policy: BestLast, filled: Callable[[str], Path]
+    name: str, policy: BestLast, tmp_path: Path
 ) -> None:
-    folder, rows = filled(name), []
-    for rotation in ("deferred", "copied"):
-        engine, seen = asked(name, disk(folder), rotation, policy=policy), Recorder()
+    rows = []
+    for engine in pair(name, tmp_path, policy=policy):
+        seen = Recorder()
         found = engine.logits(QUESTION, TEXTS)
         batch = engine.generate_batch(
             [(QUESTION, TEXTS), (LONG, TEXTS[1:])], max_new_tokens=1, logits_processor=[seen]
         )
+        rotation = "copied" if rows else "deferred"
         assert {answer.metrics.rotation for answer in batch} == {rotation}
         assert batch[0].metrics.fresh_tokens > 0
         rows.append(torch.cat([found, seen.steps[0].float()]))
@@ -140,8 +128,8 @@ def test_what_is_computed_with_the_question_attends_to_the_others_in_place(
 
 
 @needs_kernel
-def test_every_tier_gives_the_same(tmp_path: Path, filled: Callable[[str], Path]) -> None:
-    expected = asked("qwen2", disk(filled("qwen2")), "copied").logits(QUESTION, TEXTS)
+def test_every_tier_gives_the_same(tmp_path: Path) -> None:
+    expected = pair("qwen2", tmp_path / "filled")[1].logits(QUESTION, TEXTS)
     far = disk(tmp_path / "far")
     stores: list[tuple[str, ChunkStore]] = [
         ("memory", MemoryStore(codec=Int8())),
@@ -244,6 +232,11 @@ def test_what_the_kernel_does_not_know_is_decoded_and_says_why(name: str) -> Non
 def test_other_dtypes_machines_policies_and_tiers_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def why(engine: Engine, **options: Any) -> str:
+        metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2, **options).metrics
+        return str(metrics.not_deferred)
+
+    engine, policy = asked("llama", disk(tmp_path)), LegoLink(4)
     wide = Engine(
         build("llama", width=32),
         byte_tokenizer(),
@@ -251,21 +244,13 @@ def test_other_dtypes_machines_policies_and_tiers_say_why(
         store=MemoryStore(codec=Int8()),
         rotation="deferred",
     )
-    answer = wide.generate(QUESTION, TEXTS, max_new_tokens=2)
-    assert "bfloat16 models on a CPU" in answer.metrics.not_deferred
-    store = TieredStore(MemoryStore(), disk(tmp_path))
-    metrics = asked("llama", store).generate(QUESTION, TEXTS, max_new_tokens=2).metrics
-    assert metrics.not_deferred == (
-        "a tier of the store keeps chunks decoded; give it codec=Int8(), too"
-    )
-    engine = asked("llama", disk(tmp_path))
-    policy = LegoLink(4)
-    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2, policy=policy).metrics
-    assert metrics.not_deferred == f"{policy!r} computes tokens again"
+    assert "bfloat16 models on a CPU" in why(wide)
+    decoded = asked("llama", TieredStore(MemoryStore(), disk(tmp_path)))
+    assert why(decoded).startswith("a tier of the store keeps chunks decoded; give it codec=")
+    assert why(engine, policy=policy) == f"{policy!r} computes tokens again"
     monkeypatch.setattr(few_queries, "library", lambda: None)
-    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
-    assert "AVX-512" in metrics.not_deferred
-    assert int8_refusal(access.adapter(engine)) == metrics.not_deferred
+    assert "AVX-512" in why(engine)
+    assert int8_refusal(access.adapter(engine)) == why(engine)
 
 
 @needs_kernel

@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
@@ -36,8 +37,11 @@ BLOCKS = [
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
-LENGTHS = ("1k", "4k")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -60,15 +64,10 @@ def test_a_block_runs_and_prints_what_it_says(code: str, output: str, tmp_path: 
 
 
 def test_readme_and_the_first_page_say_the_same() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("(docs/", "(")
-    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-
-    def part(text: str, heading: str) -> str:
-        return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-
-    commands = [
-        re.findall(r"```bash\n.*?```", part(text, "Install"), re.S) for text in (readme, home)
-    ]
+    commands = []
+    for page in ("README.md", "docs/index.md"):
+        install = text_of(page).partition("## Install\n")[2].partition("\n## ")[0]
+        commands.append(re.findall(r"```bash\n.*?```", install, re.S))
     assert commands[0] == commands[1] != []
 
 
@@ -97,37 +96,36 @@ def said(seconds: float) -> str:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    report = read(result_file("answers"))
-    scores = {
-        row["policy"]: row
-        for row in report["scores"]
-        if (row["model"], row["half"]) == ("qwen05", 2)
-    }
+    text, report = text_of(page), read(result_file("answers"))
+
+    def found(part: str, **wanted: Any) -> list[dict[str, Any]]:
+        wanted = {"model": "qwen05", **wanted}
+        return [row for row in report[part] if wanted.items() <= row.items()]
+
+    scores = {row["policy"]: row for row in found("scores", half=2)}
     assert f"answers to {scores['full']['rows']} public questions" in " ".join(text.split())
     ours = {"full": "full prefill", "bestfew": "`BestFew()`, the default", "reuse": "`Reuse()`"}
     for policy, name in ours.items():
         cells = [name]
-        for row in report["first tokens"]:
-            if (row["model"], row["policy"]) == ("qwen05", policy) and row["length"] in LENGTHS:
-                # The mean, as `BestFew` takes one chunk here and three there.
-                sooner = f", **{row['mean, sooner']['value']:.1f} times sooner**"
-                first = said(row["mean ms"]["value"] / 1000)
-                cells.append(first + (sooner if policy != "full" else ""))
+        for length in ("1k", "4k"):
+            (row,) = found("first tokens", policy=policy, length=length)
+            # The mean, as `BestFew` takes one chunk here and three there.
+            sooner = f", **{row['mean, sooner']['value']:.1f} times sooner**"
+            first = said(row["mean ms"]["value"] / 1000)
+            cells.append(first + (sooner if policy != "full" else ""))
         shares = (scores[policy]["right"], scores[policy]["from a wrong document"])
         cells += [f"{100 * share['value']:.1f} %" for share in shares]
         assert f"| {' | '.join(cells)} |" in text
     apart = scores["bestfew"]["against full"]
     value, low, high = (f"{100 * apart[name]:+.1f}" for name in ("value", "low", "high"))
     assert f"{value} points against full prefill ({low} to {high})" in text
-    for row in report["by documents needed"]:
-        if (row["model"], row["half"], row["policy"]) == ("qwen05", 2, "bestfew"):
-            ends = (f"{100 * row['against full'][end]:+.1f}" for end in ("value", "low", "high"))
-            assert "{} ({} to {})".format(*ends) in text
+    for row in found("by documents needed", half=2, policy="bestfew"):
+        ends = (f"{100 * row['against full'][end]:+.1f}" for end in ("value", "low", "high"))
+        assert "{} ({} to {})".format(*ends) in text
 
 
 def test_the_readme_says_what_smollm2_gains_and_what_chunks_take() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text_of("README.md")
     case = read(result_file("when_not"))["cases"][-1]
     full, cached = (statistics.median(case[side]) for side in ("full", "cached"))
     assert all(figure in text for figure in (said(full), said(cached)))
@@ -151,16 +149,19 @@ def test_a_picture_can_be_read_on_a_telephone(name: str) -> None:
     assert smallest_letters(ROOT / "docs" / name) >= LEAST
 
 
-TABLE = (ROOT / "docs" / "models.md").read_text("utf-8").partition(support_table.BEGIN)[2]
+TABLE = text_of("docs/models.md").partition(support_table.BEGIN)[2]
 
 
-def test_the_support_table_has_a_row_for_each_that_the_laws_hold_for() -> None:
+def test_the_support_table_has_a_row_for_each_that_the_laws_hold_for_and_pages_count_them() -> None:
     rows = re.findall(r"(?m)^\| (.+?) \| (.+?) \|", TABLE.partition(support_table.END)[0])
     listed = {**FAMILIES, **REFUSED, **HYBRIDS}
     told = [(name, text) for name, text in rows if "family" not in name]
     assert told == [(name, row[2]) for name, row in listed.items()]
-    stitched = len(FAMILIES) + len(HYBRIDS)
-    assert TABLE.startswith(f"\n{stitched} configurations are stitched, {len(REFUSED)} refused:\n")
+    stitched, refused = len(FAMILIES) + len(HYBRIDS), len(REFUSED)
+    assert TABLE.startswith(f"\n{stitched} configurations are stitched, {refused} refused:\n")
+    assert f"{stitched} configurations" in text_of("README.md")
+    assert f"{refused} refused by name" in text_of("README.md")
+    assert f"over {stitched}\nconfigurations" in text_of("docs/how-it-works.md")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
@@ -176,17 +177,4 @@ def test_the_support_table_says_what_is_measured(name: str) -> None:
 
 def test_kinds_of_files_are_told_as_their_readers_say() -> None:
     table = "".join(f"{line}\n" for line in kinds_table())
-    assert table in (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), table
-
-
-def test_pages_count_the_configurations_that_were_found() -> None:
-    models = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    found = re.search(r"^(\d+) configurations are stitched, (\d+) refused:$", models, re.M)
-    assert found is not None
-    stitched, refused = found.groups()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{stitched} configurations" in readme
-    assert f"{refused} refused by name" in readme
-    assert f"over {stitched}\nconfigurations" in (ROOT / "docs" / "how-it-works.md").read_text(
-        "utf-8"
-    )
+    assert table in text_of("docs/cli.md"), table

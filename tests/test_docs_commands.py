@@ -27,27 +27,13 @@ FENCED = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
 INLINE = re.compile(r"`((?:kvcache-rag |make |pip install |python -m |python tools/)[^`]*)`")
 BETWEEN = re.compile(r"^[();<>|&\n]+$")
 OURS = (
-    "benchmarks",
-    "kvcache_rag",
-    "kvcache_rag_lab",
-    "kvcache_rag_server",
-    "tests",
-    "tools",
-    "training",
+    *("benchmarks", "kvcache_rag", "kvcache_rag_lab", "kvcache_rag_server"),
+    *("tests", "tools", "training"),
 )
-FOREIGN = {
-    "bash",
-    "cd",
-    "curl",
-    "echo",
-    "exec",
-    "export",
-    "git",
-    "grep",
-    "mkdir",
-    "openssl",
-    "umask",
-}
+FOREIGN = (
+    *("bash", "cd", "curl", "echo", "exec", "export"),
+    *("git", "grep", "mkdir", "openssl", "umask"),
+)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
 PROJECTS = {
     file.parent.relative_to(ROOT).as_posix(): tomllib.loads(file.read_text("utf-8"))["project"]
@@ -88,14 +74,6 @@ def program(words: Sequence[str]) -> tuple[str, list[str]]:
     return words[0].removeprefix("./").rpartition("bin/")[2], list(words[1:])
 
 
-def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a subcommand of `kvcache-rag`."""
-    command = cli._find(words[0])
-    parser = argparse.ArgumentParser(prog=f"kvcache-rag {words[0]}")
-    command.add_arguments(parser)
-    return parser
-
-
 def options(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
     """All options of a subcommand, and of what it calls subcommands, as far as `words` name one."""
     known = set(parser._option_string_actions)
@@ -109,12 +87,7 @@ def options(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 def check(words: Sequence[str], *, whole: bool) -> None:
-    """Refuse a command that does not exist, or not with these words.
-
-    Args:
-        words: The command.
-        whole: Whether it can be typed as it stands; else only what it names is looked at.
-    """
+    """Refuse a command that does not exist; unless it is whole, only what it names is looked at."""
     name, rest = program(words)
     if name == "kvcache-rag":
         check_ours(rest, whole=whole)
@@ -128,7 +101,8 @@ def check_ours(words: Sequence[str], *, whole: bool) -> None:
     words = [word for word in words if word != "--debug"]
     if not words or words[0] in ("COMMAND", "--help"):
         return
-    parser = parser_of(words)
+    parser = argparse.ArgumentParser(prog=f"kvcache-rag {words[0]}")
+    cli._find(words[0]).add_arguments(parser)
     if whole:
         complaints = io.StringIO()
         try:

@@ -42,16 +42,12 @@ def served(
     command: str, folder: Path, port: int, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a command that serves until it is stopped; gives back control once it is ready."""
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {command} --port {port}"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = ["bash", "-c", f"exec {command} --port {port}"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=folder, env=environment, **pipes)
     try:
-        if process.stdout is None or "serving tiny at" not in process.stdout.readline():
-            raise RuntimeError(f"it does not serve: {command}")
+        assert process.stdout is not None
+        assert "serving tiny at" in process.stdout.readline(), f"it does not serve: {command}"
         yield process
     finally:
         process.send_signal(signal.SIGINT)
@@ -61,9 +57,8 @@ def served(
 def free_ports(count: int) -> list[int]:
     """Ports that nobody has at this moment."""
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+        local = ("127.0.0.1", 0)
+        probes = [stack.enter_context(socket.create_server(local)) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]
 
 
@@ -172,14 +167,9 @@ def test_every_command_and_snippet_works_in_its_order(tmp_path: Path) -> None:
             if kind == "python":
                 status, printed, errors = forks.run(here, tmp_path)
             else:
-                done = subprocess.run(
-                    ["bash", "-ec", here],
-                    cwd=tmp_path,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=PATIENCE,
-                )
+                pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE}
+                words = ["bash", "-ec", here]
+                done = subprocess.run(words, cwd=tmp_path, env=environment, check=False, **pipes)
                 status, printed, errors = done.returncode, done.stdout, done.stderr
             assert status == 0, f"{code}\n{printed}\n{errors}"
             assert '"error"' not in printed, f"{code}\n{printed}"

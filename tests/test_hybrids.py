@@ -118,21 +118,14 @@ def said(engine: Engine) -> list[int]:
 def test_answers_are_those_of_tokens_one_by_one(
     engine: Engine, said: list[int], rotation: str
 ) -> None:
-    other = Engine(
-        engine.model,
-        engine.tokenizer,
-        template=engine.template,
-        store=engine.store,
-        rotation=rotation,
-    )
-    texts = SAID_OF
-    sampled = {"do_sample": True, "top_k": 1}
-    is_bare = not access.adapter(engine).measured.groups
-    if is_bare:
+    options: dict[str, Any] = {"template": engine.template, "store": engine.store}
+    other = Engine(engine.model, engine.tokenizer, rotation=rotation, **options)
+    ways: list[dict[str, Any]] = [{}, {"do_sample": True, "top_k": 1}]
+    if not access.adapter(engine).measured.groups:
         with pytest.raises(UnsupportedModelError, match="without attention is decoded greedily"):
-            other.generate(QUESTION, texts, policy=Reuse(), **sampled)
-    for options in ({},) if is_bare else ({}, sampled):
-        answer = other.generate(QUESTION, texts, policy=Reuse(), max_new_tokens=4, **options)
+            other.generate(QUESTION, SAID_OF, policy=Reuse(), **ways.pop())
+    for way in ways:
+        answer = other.generate(QUESTION, SAID_OF, policy=Reuse(), max_new_tokens=4, **way)
         assert list(answer.token_ids) == said[: len(answer.token_ids)]
         assert answer.metrics.reused_tokens + answer.metrics.prefilled_tokens
 

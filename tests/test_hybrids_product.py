@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 import torch
+from hybrid_reader import DOCUMENTS, FOLDER, IS_READ, asked
 from laws import LONG_QUESTION, QUESTION, TEMPLATE, TEXTS, error
 from peft import LoraConfig, get_peft_model
 from recurrent_reference import reference_logits
@@ -35,12 +36,14 @@ from kvcache_rag import (
     TieredStore,
     cli,
 )
-from kvcache_rag.codecs import Codec, Int8
-from kvcache_rag.errors import CorruptChunkError, UnsupportedModelError
+from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.integration import open_engine
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models import pack_weights
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.weights import unwrapped
+from kvcache_rag.policies.default import UNTRAINED
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.stores import RemoteStore
 from tests.damage import header_size
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.stores import ChunkStore
 
 if not HYBRIDS:
@@ -80,16 +84,13 @@ def engine(model: Any) -> Engine:
     return over(model)
 
 
-def hits(engine: Engine, texts: list[str] = ORDER, **options: Any) -> dict[str, int]:
-    answer = engine.generate(QUESTION, texts, max_new_tokens=2, **options)
-    return dict(answer.metrics.hits)
+def hits(engine: Engine) -> dict[str, int]:
+    return dict(engine.generate(QUESTION, ORDER, max_new_tokens=2).metrics.hits)
 
 
 # ---------------------------------------------------------------------------- stores
 STORES: dict[str, Callable[[Path], ChunkStore]] = {
-    "memory": lambda folder: MemoryStore(),
     "signed": lambda folder: DiskStore(folder / "disk", durable=False, signing_key=SECRET),
-    "remote": lambda folder: RemoteStore(f"file://{folder}/far"),
     "tiers": lambda folder: TieredStore(
         MemoryStore(),
         DiskStore(folder / "disk", durable=False),
@@ -105,29 +106,17 @@ def test_a_restarted_engine_answers_from_what_is_stored(
     first = over(model, STORES[place](tmp_path))
     assert hits(first) == {}
     logits = first.logits(QUESTION, ORDER)
-    store = first.store if place == "memory" else STORES[place](tmp_path)
-    again = over(model, store)
+    again = over(model, STORES[place](tmp_path))
     assert sum(hits(again).values()) == 3
     assert error(again.logits(QUESTION, ORDER), logits) < 1e-6
     assert error(engine.logits(QUESTION, ORDER), logits) < 1e-6
-    answer = again.generate(QUESTION, ORDER, max_new_tokens=8)
-    assert answer.token_ids == engine.generate(QUESTION, ORDER, max_new_tokens=8).token_ids
-
-
-def states_in(path: Path) -> list[str]:
-    return [
-        name
-        for name in load_file(path)
-        if name.split(".")[0] in ("state", "transition", "window", "head", "rest")
-    ]
 
 
 def test_a_damaged_byte_of_a_state_is_a_miss(model: Any, engine: Engine, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, durable=False)
-    over(model, store).add(ORDER)
-    key = engine.keys(ORDER)[0]
-    path = store.path(over(model, store).keys(ORDER)[0])
-    raw, names = path.read_bytes(), states_in(path)
+    path = store.path(over(model, store).add(ORDER)[0])
+    parts = ("state", "transition", "window", "head", "rest")
+    raw, names = path.read_bytes(), [one for one in load_file(path) if one.startswith(parts)]
     assert names
     begin = header_size(raw)
     offsets = json.loads(raw[8:begin])
@@ -141,113 +130,55 @@ def test_a_damaged_byte_of_a_state_is_a_miss(model: Any, engine: Engine, tmp_pat
         assert [one.reason for one in answer.metrics.missed] == ["damaged"], name
         assert error(asked.logits(QUESTION, ORDER), expected) < 1e-6
         assert path.read_bytes() == raw, "it was computed again, to the same"
-    path.write_bytes(bytes(damaged))
-    with pytest.raises(CorruptChunkError):
-        store.get(key, access.chunk_layout(engine))
-
-
-def test_commands_know_such_files(
-    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = over(model, DiskStore(tmp_path, durable=False))
-    keys, layout = engine.add(ORDER), access.chunk_layout(engine)
-    assert cli.main(["store", "ls", str(tmp_path), "--json"]) == 0
-    ((spec,),) = [one["specs"] for one in json.loads(capsys.readouterr().out)["namespaces"]]
-    assert spec["chunks"] == 4, "with the prefix"
-    least = sum(layout.nbytes(tokens) for tokens in (11, *(key.tokens for key in keys)))
-    assert least < spec["nbytes"] < least + 4 * 8192
-    assert cli.main(["store", "ls", str(tmp_path), "--chunks"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
-    assert cli.main(["store", "du", str(tmp_path)]) == 0
-    assert cli.main(["store", "check", str(tmp_path)]) == 0
-    capsys.readouterr()
-    path = engine.store.path(keys[1])  # type: ignore[attr-defined]
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    assert cli.main(["store", "check", str(tmp_path)]) == 1
-    assert keys[1].digest[:8] in "".join(capsys.readouterr())
 
 
 def test_limits_count_states(model: Any, engine: Engine) -> None:
     layout, keys = access.chunk_layout(engine), engine.keys(ORDER)
-    sizes = [layout.nbytes(key.tokens) + 4 * key.tokens for key in keys]
-    assert all(size > layout.nbytes(0) > 0 for size in sizes)
-    prefix = layout.nbytes(11) + 44
-    store = MemoryStore(prefix + sum(sizes))
-    over(model, store).add(ORDER)
-    assert store.nbytes == prefix + sum(sizes)
-    assert store.stats().evictions == 0
-    small = MemoryStore(prefix + sum(sizes) - 1)
-    over(model, small).add(ORDER)
-    assert small.stats().evictions == 1
+    assert layout.nbytes(0) > 0
+    tokens = [11, *(key.tokens for key in keys)]
+    needed = sum(layout.nbytes(count) + 4 * count for count in tokens)
+    for limit, evictions in ((needed, 0), (needed - 1, 1)):
+        store = MemoryStore(limit)
+        over(model, store).add(ORDER)
+        assert store.stats().evictions == evictions
     none = over(model, MemoryStore(0))
     assert error(none.logits(QUESTION, ORDER), engine.logits(QUESTION, ORDER)) < 1e-6
 
 
 # ---------------------------------------------------------------------------- codecs
-CODECS: dict[str, Codec | str] = {"int8": Int8(), "int4": "int4"}
 
 
-def off(model: Any, codec: Codec | str, folder: Path) -> float:
-    """Error of stitched logits, of two orders, by a codec, in standard deviations."""
-    exact, coded = over(model), over(model, DiskStore(folder, codec=codec, durable=False))
-    return max(
-        error(coded.logits(QUESTION, texts), exact.logits(QUESTION, texts))
-        for texts in (ORDER, TEXTS)
-    )
-
-
-@pytest.fixture(scope="module")
-def bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Of a model that attends alone, which has all of its layers in keys and values."""
-    llama = build("llama")
-    return {
-        name: 1.5 * off(llama, codec, tmp_path_factory.mktemp(name))
-        for name, codec in CODECS.items()
-    }
-
-
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_codecs_round_keys_and_values_alone(
-    model: Any, engine: Engine, name: str, bounds: dict[str, float], tmp_path: Path
+    model: Any, engine: Engine, codec: str, tmp_path: Path
 ) -> None:
-    codec, layout = CODECS[name], access.chunk_layout(engine)
-    found = off(model, codec, tmp_path)
-    assert found < bounds[name]
-    assert (found == 0) == (not layout.groups)
-    coded = over(model, DiskStore(tmp_path, codec=codec, durable=False))
-    store = coded.store
-    stored = load_file(store.path(coded.keys(ORDER)[0]))  # type: ignore[attr-defined]
+    layout, store = access.chunk_layout(engine), DiskStore(tmp_path, codec=codec, durable=False)
+    coded = over(model, store)
+    found, expected = (one.logits(QUESTION, ORDER) for one in (coded, engine))
+    assert torch.equal(found, expected) == (not layout.groups)
+    stored = load_file(store.path(coded.keys(ORDER)[0]))
     exact = engine.store.get(engine.add(ORDER)[0], layout).chunk
     assert isinstance(exact, ChunkKV)
     for index, states in enumerate(exact.states):
         for part, tensor in states.items():
-            spec = layout.states[index].parts[part]
             kept = stored[f"{part}.{index}"]
-            assert (kept.dtype, tuple(kept.shape)) == spec
+            assert (kept.dtype, tuple(kept.shape)) == layout.states[index].parts[part]
             assert torch.equal(kept, tensor), "no codec rounds a state further"
 
 
-@pytest.fixture(scope="module")
-def low(model: Any) -> Any:
-    """The same parameters in bfloat16."""
-    return copy.deepcopy(model).to(torch.bfloat16)
-
-
-def test_states_of_bfloat16_are_kept_in_float16(engine: Engine, low: Any) -> None:
-    rounded = over(low)
+def test_states_of_bfloat16_are_kept_in_float16(model: Any, engine: Engine) -> None:
+    rounded = over(copy.deepcopy(model).to(torch.bfloat16))
     for group in access.chunk_layout(rounded).states:
         assert group.state is None or group.state[0] == torch.float16
         if group.transition is not None:
             is_numbers = group.form == "scale"
             assert group.transition[0] == (torch.float32 if is_numbers else torch.float16)
-    found = rounded.logits(QUESTION, ORDER)
-    plain = rounded.logits(QUESTION, ORDER, policy=FullRecompute())
-    expected = engine.logits(QUESTION, ORDER)
+    off, noise = (
+        error(*(one.logits(QUESTION, ORDER, policy=policy) for one in (rounded, engine)))
+        for policy in (Reuse(), FullRecompute())
+    )
     # What rounding does to a plain pass, it may do to a stitched one.
-    noise = error(plain, engine.logits(QUESTION, ORDER, policy=FullRecompute()))
-    assert error(found, expected) < max(0.3, 1.5 * noise)
+    assert off < max(0.3, 1.5 * noise)
 
 
 def test_a_state_beyond_float16_is_told() -> None:
@@ -271,18 +202,14 @@ def test_a_state_beyond_float16_is_told() -> None:
 def test_chunks_in_8_bits_are_attended_to_in_place(name: str, tmp_path: Path) -> None:
     model = build(name, dtype=torch.bfloat16, width=32)
     store = DiskStore(tmp_path, codec=Int8(), durable=False)
-    over(model, store).add(ORDER)
     copied, held = (over(model, store, rotation=one) for one in ("copied", "auto"))
-    expected = copied.logits(QUESTION, ORDER)
     answer = held.generate(QUESTION, ORDER, max_new_tokens=5)
     assert answer.metrics.rotation == "deferred", answer.metrics.not_deferred
-    assert torch.equal(held.logits(QUESTION, ORDER), expected)
+    assert torch.equal(held.logits(QUESTION, ORDER), copied.logits(QUESTION, ORDER))
     assert answer.token_ids == copied.generate(QUESTION, ORDER, max_new_tokens=5).token_ids
-    memory = over(model, MemoryStore(codec="int8"))
-    assert torch.equal(memory.logits(QUESTION, ORDER), expected)
 
 
-# ---------------------------------------------------------------------------- conversations
+# ---------------------------------------------------------------------------- answers
 TURNS = (
     Message("user", "Is it wet?"),
     Message("assistant", "No."),
@@ -291,31 +218,24 @@ TURNS = (
 )
 
 
-def bare(engine: Engine) -> bool:
-    """Whether the model keeps no keys and values at all."""
-    return not access.chunk_layout(engine).groups
-
-
-BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8}
-
-
 def test_beams_are_those_of_generate(engine: Engine) -> None:
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8}
     text = ORDER[:1]  # by itself a chunk is exact
     ids = torch.tensor([engine.tokenize(QUESTION, text).all])
     with torch.no_grad():
-        plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **BEAMS)
+        plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     expected = plain[0, ids.shape[1] :].tolist()
-    if bare(engine):
-        with pytest.raises(UnsupportedModelError, match="leave out the other options, or use Full"):
-            engine.generate(QUESTION, text, **BEAMS)
-    else:
-        assert list(engine.generate(QUESTION, text, **BEAMS).token_ids) == expected
-        rows = [(QUESTION, text), (LONG_QUESTION, ORDER)]
-        batch = engine.generate_batch(rows, **BEAMS)
-        assert list(batch[0].token_ids) == expected
-        assert batch[1].token_ids == engine.generate(*rows[1], **BEAMS).token_ids
-    full = engine.generate(QUESTION, text, policy=FullRecompute(), **BEAMS)
+    full = engine.generate(QUESTION, text, policy=FullRecompute(), **options)
     assert list(full.token_ids) == expected
+    if not access.chunk_layout(engine).groups:  # no keys and values at all
+        with pytest.raises(UnsupportedModelError, match="leave out the other options, or use Full"):
+            engine.generate(QUESTION, text, **options)
+        return
+    rows = [(QUESTION, text), (LONG_QUESTION, ORDER)]
+    batch = engine.generate_batch(rows, **options)
+    for row, answer in zip(rows, batch, strict=True):
+        assert answer.token_ids == engine.generate(*row, **options).token_ids
+    assert list(batch[0].token_ids) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
@@ -328,61 +248,30 @@ def test_a_prompt_may_be_computed_in_several_passes(name: str) -> None:
     assert pieces.token_ids == whole.token_ids
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.3, "min_new_tokens": 3},
-    {"do_sample": True, "top_k": 5},
-    {"prompt_lookup_num_tokens": 4},
-    {"bad_words_ids": [[70], [80, 81]]},
-]
-
-
-@few
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: "-".join(one))
-def test_options_do_what_they_do_without_us(engine: Engine, options: dict[str, Any]) -> None:
-    settings = {"max_new_tokens": 8, "do_sample": False, **options}
-    is_ours = "prompt_lookup_num_tokens" in options
-    ids = torch.tensor([engine.tokenize(QUESTION, ORDER[:1]).all])
-    settings |= {"attention_mask": torch.ones_like(ids)}
-    torch.manual_seed(11)
-    plain = {name: value for name, value in settings.items() if not name.startswith("prompt_")}
-    expected = engine.model.generate(ids, **plain)[0, ids.shape[1] :].tolist()
-    if bare(engine) and not is_ours:
-        with pytest.raises(UnsupportedModelError, match="leave out the other options, or use Full"):
-            engine.generate(QUESTION, ORDER[:1], max_new_tokens=8, **options)
-        return
-    torch.manual_seed(11)
-    answer = engine.generate(QUESTION, ORDER[:1], max_new_tokens=8, **options)
-    assert list(answer.token_ids) == expected
-
-
 def test_batches_with_rows_of_a_prefix_alone(engine: Engine) -> None:
     rows: list[Any] = [
         ("x", []),
         (QUESTION, ORDER, TURNS),
-        (QUESTION, ORDER),
         ("y", [], TURNS[:2]),
         (LONG_QUESTION, [ORDER[0]] * 2),
     ]
-    batch = engine.generate_batch(rows, max_new_tokens=5)
-    for row, answer in zip(rows, batch, strict=True):
-        options = {"history": row[2]} if len(row) > 2 else {}
-        alone = engine.generate(*row[:2], max_new_tokens=5, **options)
-        assert answer.token_ids == alone.token_ids
-    only = engine.generate_batch([("x", []), ("yes, is it?", [])], max_new_tokens=5)
-    assert only[0].token_ids == batch[0].token_ids
+    for several in (rows, [("x", []), ("yes, is it?", [])]):
+        batch = engine.generate_batch(several, max_new_tokens=5)
+        for (question, texts, *turns), answer in zip(several, batch, strict=True):
+            options = {"history": turns[0]} if turns else {}
+            alone = engine.generate(question, texts, max_new_tokens=5, **options)
+            assert answer.token_ids == alone.token_ids
 
 
 @few
 def test_combinations_and_the_best_last(engine: Engine) -> None:
-    joint = engine.logits(QUESTION, ORDER, policy=Combination())
     ids = engine.tokenize(QUESTION, ORDER)
+    joint = engine.logits(QUESTION, ORDER, policy=Combination())
     together = [token for chunk in ids.chunks for token in chunk]
     plain = reference_logits(engine.model, ids.prefix, [together], ids.query)
     assert error(joint, plain) < 5e-4
-    engine.add_combination([ORDER])
     answer = engine.generate(QUESTION, ORDER, policy=Combination(), max_new_tokens=2)
     assert answer.metrics.hits == {"combinations": 1}
-    best = engine.logits(QUESTION, ORDER, policy=BestLast())
     # The best one is computed with the question, behind the others as they are.
     wanted = BestLast().plan(Retrieved("", tuple(ORDER)))
     others = [ids.chunks[place] for place in wanted.brought]
@@ -390,6 +279,7 @@ def test_combinations_and_the_best_last(engine: Engine) -> None:
     assert fresh[-1] == ids.chunks[0]
     query = [*(token for chunk in fresh for token in chunk), *ids.query]
     expected = reference_logits(engine.model, ids.prefix, others, query)
+    best = engine.logits(QUESTION, ORDER, policy=BestLast())
     assert error(best, expected[-len(ids.query) :]) < 5e-4
 
 
@@ -409,19 +299,12 @@ def linears(model: Any) -> list[str]:
 @few
 def test_adapters_have_chunks_of_their_own(model: Any, engine: Engine) -> None:
     torch.manual_seed(0)
-    settings = LoraConfig(
-        r=4, lora_dropout=0.5, target_modules=linears(model), init_lora_weights=False
-    )
-    adapted = get_peft_model(copy.deepcopy(model), settings)
-    adapted.train()
+    settings = LoraConfig(r=4, target_modules=linears(model), init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), settings).eval()
     other = over(adapted, engine.store)
-    keys = other.add(ORDER)
-    assert not {*keys} & {*engine.add(ORDER)}
+    assert not {*other.add(ORDER)} & {*engine.add(ORDER)}
     found = other.logits(QUESTION, ORDER)
-    assert adapted.training, "the trainer goes on"
     assert error(found, engine.logits(QUESTION, ORDER)) > 0.01
-    adapted.eval()
-    assert torch.equal(other.logits(QUESTION, ORDER), found)
     ids = other.tokenize(QUESTION, ORDER)
     plain = reference_logits(unwrapped(adapted), ids.prefix, ids.chunks, ids.query)
     assert error(found, plain) < 5e-4
@@ -429,8 +312,6 @@ def test_adapters_have_chunks_of_their_own(model: Any, engine: Engine) -> None:
         off = other.logits(QUESTION, ORDER)
     assert error(off, engine.logits(QUESTION, ORDER)) < 5e-4
     assert hits(other) == {"memory": 3}, "and it is on again"
-    merged = over(adapted.merge_and_unload(), engine.store)
-    assert error(merged.logits(QUESTION, ORDER), found) < 5e-4
 
 
 def first_layer(model: Any) -> Any:
@@ -450,24 +331,35 @@ def hooking(model: Any, hook: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
         handle.remove()
 
 
-def test_nothing_of_ours_is_in_a_model(model: Any) -> None:
-    before = traces(model)
-    engine = over(model)
+def test_nothing_of_ours_is_in_a_model_nor_behind_trouble(model: Any, engine: Engine) -> None:
+    before, expected = traces(model), engine.logits(QUESTION, ORDER)
+    own = over(model)
     assert traces(model) == before
     seen: list[dict[str, Any]] = []
 
-    def look(_: Any, __: Any, output: Any) -> Any:
+    def look(*_: Any) -> None:
         seen.append(traces(model))
-        return output
 
+    def breaks(*_: Any) -> None:
+        raise Trouble
+
+    policies = (Reuse(), FullRecompute(), BestLast())
     with hooking(model, look):
         hooked = traces(model)
-        engine.add(ORDER)
-        for options in ({}, {"policy": FullRecompute()}, {"policy": BestLast()}):
-            engine.generate(QUESTION, ORDER, max_new_tokens=2, **options)
+        for policy in policies:
+            own.generate(QUESTION, ORDER, policy=policy, max_new_tokens=2)
     assert len(seen) > 6
     assert all(one == hooked for one in seen), "nor while it computes"
+    own.delete_namespace()
+    with hooking(model, breaks):
+        for policy in policies:
+            with pytest.raises(Trouble):
+                own.generate(QUESTION, ORDER, policy=policy, max_new_tokens=2)
     assert traces(model) == before
+    with pytest.raises(Trouble):
+        own.generate(QUESTION, ORDER, max_new_tokens=9, emit=breaks)
+    assert traces(model) == before
+    assert error(own.logits(QUESTION, ORDER), expected) < 1e-6
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -484,41 +376,13 @@ def test_an_app_may_wrap_a_forward_function(name: str, when: str) -> None:
 
             wrapped.__module__ = "accelerate.hooks"
             module.forward = wrapped
-    used = over(model, MemoryStore()) if when == "before" else over(model, engine.store)
-    for one in (used, engine):
-        one.delete_namespace()
-        assert error(one.logits(QUESTION, ORDER), expected) < 5e-4
+    used = over(model) if when == "before" else engine
+    used.delete_namespace()
+    assert error(used.logits(QUESTION, ORDER), expected) < 5e-4
 
 
 class Trouble(Exception):
     """An app's own."""
-
-
-def test_trouble_inside_leaves_nothing_either(model: Any, engine: Engine) -> None:
-    before, expected = traces(model), engine.logits(QUESTION, ORDER)
-    own = over(model)
-
-    def breaks(_: Any, __: Any, ___: Any) -> None:
-        raise Trouble
-
-    with hooking(model, breaks):
-        for ask in (
-            lambda: own.add(ORDER),
-            lambda: own.logits(QUESTION, ORDER),
-            lambda: own.generate(QUESTION, ORDER, policy=FullRecompute(), max_new_tokens=2),
-        ):
-            with pytest.raises(Trouble):
-                ask()
-    assert traces(model) == before
-    assert error(own.logits(QUESTION, ORDER), expected) < 1e-6
-
-    def cancel(_: str) -> None:
-        raise Trouble
-
-    with pytest.raises(Trouble):
-        own.generate(QUESTION, ORDER, max_new_tokens=9, emit=cancel)
-    assert torch.equal(own.logits(QUESTION, ORDER), own.logits(QUESTION, ORDER))
-    assert error(own.logits(QUESTION, ORDER), expected) < 1e-6
 
 
 def test_the_app_runs_its_model_meanwhile(model: Any, engine: Engine) -> None:
@@ -526,10 +390,7 @@ def test_the_app_runs_its_model_meanwhile(model: Any, engine: Engine) -> None:
     ids = torch.arange(5, 40)[None]
     with torch.no_grad():
         expected = model(ids).logits
-    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    said = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    answer = engine.generate(QUESTION, ORDER, max_new_tokens=4).token_ids
-    found: list[Any] = []
+    logits, found = engine.logits(QUESTION, ORDER), []
 
     def elsewhere() -> None:
         with torch.no_grad():
@@ -540,7 +401,7 @@ def test_the_app_runs_its_model_meanwhile(model: Any, engine: Engine) -> None:
                 first_layer(copied)._forward_hooks.clear()  # this test's, which cannot be pickled
                 found.append(pickle.loads(pickle.dumps(copied))(ids).logits)
 
-    def midway(_: Any, __: Any, ___: Any) -> None:
+    def midway(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             thread = threading.Thread(target=elsewhere)
             thread.start()
@@ -548,23 +409,30 @@ def test_the_app_runs_its_model_meanwhile(model: Any, engine: Engine) -> None:
 
     own = over(model)
     with hooking(model, midway):
-        own.add(ORDER)
+        assert error(own.logits(QUESTION, ORDER), logits) < 1e-6
     assert len(found) > 3
     assert all(torch.equal(one, expected) for one in found)
+
+
+def test_app_and_engine_answer_at_the_same_time(model: Any) -> None:
+    ids = torch.arange(5, 40)[None]
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    settings["attention_mask"] = torch.ones_like(ids)
+    said, engine = model.generate(ids, **settings), over(model)
+    answer = engine.generate(QUESTION, ORDER, max_new_tokens=4).token_ids
     asked: list[Any] = []
     stop = threading.Event()
 
     def asking() -> None:
         while not stop.is_set():
-            asked.append(own.generate(QUESTION, ORDER, max_new_tokens=4).token_ids)
+            asked.append(engine.generate(QUESTION, ORDER, max_new_tokens=4).token_ids)
             asked.append(over(model).generate(QUESTION, ORDER, max_new_tokens=4).token_ids)
 
     thread = threading.Thread(target=asking)
     thread.start()
     try:
         for _ in range(4):
-            again = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            assert torch.equal(again, said)
+            assert torch.equal(model.generate(ids, **settings), said)
     finally:
         stop.set()
         thread.join()
@@ -598,31 +466,13 @@ def test_an_app_may_compile_its_model_whole() -> None:
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_weights_of_few_bits(form: Any) -> None:
     """In them and in bfloat16 rounding sends one of the probe's tokens to another expert."""
-    model = pack_weights(build("nemotron_h", dtype=torch.bfloat16), form)
-    engine, store = over(model), MemoryStore()
+    engine = over(pack_weights(build("nemotron_h", dtype=torch.bfloat16), form))
     assert not engine.refusal
-    logits = over(model, store).logits(QUESTION, ORDER)
-    assert torch.equal(over(model, store).logits(QUESTION, ORDER), logits)
-    assert hits(over(model, store)) == {"memory": 3}
     exact = engine.logits(QUESTION, ORDER[:1])
     full = engine.logits(QUESTION, ORDER[:1], policy=FullRecompute())
+    assert torch.equal(engine.logits(QUESTION, ORDER[:1]), exact)
     off = (exact - full).abs().amax(-1) / full.std()
     assert float(off.median()) < 0.3
-
-
-# ---------------------------------------------------------------------------- commands
-SAYS = {
-    "qwen3_5": (
-        "layers          4, 3 with a state, 1 with keys and values",
-        "cache           256 bytes per token and 26880 bytes per chunk; a chunk of more than 105 "
-        "tokens is mostly keys and values",
-        "layers 0-2; window 112x4 float32; state 4x16x12 float32; transition 4x16x16 float32 "
-        "(a matrix from the left)",
-    ),
-    "lfm2": ("2 with a state, 2 with keys and values", "layers 0,3; window 64x3 float32\n"),
-    "falcon_h1": ("4, 4 with a state beside keys and values", "8x1x1 float32 (numbers)"),
-    "mamba2": ("4, 4 with a state", "cache           26752 bytes per chunk, however long it is"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -632,14 +482,6 @@ def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def test_check_tells_what_chunks_keep(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = json.loads((saved / "config.json").read_text())["model_type"].removesuffix("_text")
-    assert cli.main(["models", "check", str(saved)]) == 0
-    out = capsys.readouterr().out
-    for line in (*SAYS.get(name, ()), "verdict         supported", "transitions of states)"):
-        assert line in out
 
 
 # ---------------------------------------------------------------------------- edges
@@ -653,11 +495,9 @@ def test_without_instruction_and_template(model: Any) -> None:
         assert not ids.prefix
         expected = reference_logits(model, ids.prefix, ids.chunks, ids.query)
         assert error(engine.logits("?", texts), expected) < 5e-4
-    assert engine.generate("?", ["q"], max_new_tokens=2).metrics.prefix_tokens == 0
-    batch = engine.generate_batch([("?", ["q"]), ("??", ORDER), ("x", [])], max_new_tokens=3)
-    alone = [
-        engine.generate(*one, max_new_tokens=3) for one in [("?", ["q"]), ("??", ORDER), ("x", [])]
-    ]
+    rows: list[Any] = [("?", ["q"]), ("??", ORDER), ("x", [])]
+    batch = engine.generate_batch(rows, max_new_tokens=3)
+    alone = [engine.generate(*row, max_new_tokens=3) for row in rows]
     assert [one.token_ids for one in batch] == [one.token_ids for one in alone]
 
 
@@ -685,3 +525,46 @@ def test_verify_compares_what_a_hybrid_can_do(
     assert [name.split("(")[0] for name in names] == ["Reuse", "BestFew", "BestLast", "Combination"]
     gated = Engine.from_pretrained(saved, gate=out)
     assert gated.generate(QUESTION, ORDER, max_new_tokens=1).metrics.gate
+
+
+# ---------------------------------------------------------------------- a trained model
+pytestmark = pytest.mark.skipif(not IS_READ, reason="this transformers keeps no states as 5.23")
+
+
+@pytest.mark.parametrize("policy", [BestLast(), Reuse(), LegoLink()], ids=repr)
+def test_it_answers_in_any_order_after_a_restart(policy: ReusePolicy, tmp_path: Path) -> None:
+    def opened() -> Engine:
+        store = DiskStore(tmp_path, durable=False)
+        return Engine.from_pretrained(FOLDER, store=store, policy=policy)
+
+    opened().add(DOCUMENTS)
+    engine = opened()
+    for documents, entity, value in asked():
+        full = engine.generate(entity, documents, policy=FullRecompute(), max_new_tokens=1)
+        answer = engine.generate(entity, documents, max_new_tokens=1)
+        assert answer.text.strip() == full.text.strip() == value
+        fresh = policy == BestLast()  # the best one is computed with the question
+        assert answer.metrics.hits == {"disk": len(documents) - fresh}
+
+
+def test_without_its_documents_it_does_not_know() -> None:
+    engine = Engine.from_pretrained(FOLDER)
+    right = [
+        engine.generate(entity, max_new_tokens=1).text.strip() == value
+        for _, entity, value in asked()
+    ]
+    assert sum(right) < len(right) / 4
+
+
+def test_settings_cut_chunks_for_the_policy_that_will_be_asked_for(tmp_path: Path) -> None:
+    def opened(policy: ReusePolicy | None) -> Engine:
+        return open_engine(FOLDER, kv_dir=str(tmp_path), policy=policy)
+
+    engine = opened(LegoLink(4))
+    assert engine.policy == LegoLink(4)
+    documents, entity, value = asked()[0]
+    for _ in range(2):
+        answer = engine.generate(entity, documents, policy=LegoLink(4), max_new_tokens=1)
+        assert answer.text.strip() == value
+    assert answer.metrics.misses == 0
+    assert opened(Reuse()).policy == opened(None).policy == UNTRAINED

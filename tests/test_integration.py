@@ -10,10 +10,12 @@ from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import DEFAULT, Mock
 
 import access
 import chromadb
 import pytest
+from chunks import bits, flat
 from small import make_model, make_tokenizer
 from verdicts import REUSE, make_verdict
 from zoo import build, byte_tokenizer
@@ -98,25 +100,8 @@ def test_a_reference_survives_a_row(engine: Engine) -> None:
     assert reference.chunk(TEXTS[0], engine) == StoredChunk(key, TEXTS[0])
 
 
-@pytest.mark.parametrize("missing", REFERENCE_KEYS)
-def test_half_a_reference_is_none(engine: Engine, missing: str) -> None:
-    metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
-    del metadata[missing]
-    assert Reference.from_metadata(metadata) is None
-
-
-TEXTS_OF_NO_REFERENCE = [
-    "",
-    "../x",
-    "a/b",
-    "\0",
-    "-1",
-    "1e300",
-    "f" * 63 + "g",
-    "é" * 64,
-    "a" * 100_000,
-]
-NUMBERS_OF_NO_REFERENCE = [
+NO_REFERENCE: list[Any] = [
+    *("", "../x", "a/b", "\0", "-1", "1e300", "f" * 63 + "g", "é" * 64, "a" * 100_000),
     *(-1, -(2**63), 2**63, 1e19, 1e300, -1e300, float("inf"), float("-inf"), float("nan")),
     *([], [1], ["a"], [1.5], [True], None),
 ]
@@ -126,41 +111,28 @@ NUMBERS_OF_NO_REFERENCE = [
 def test_what_no_reference_can_say_is_none(engine: Engine, name: str) -> None:
     """A length beyond any failed each question that found the row, and kept it from being read."""
     metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
-    for value in (*TEXTS_OF_NO_REFERENCE, *NUMBERS_OF_NO_REFERENCE):
+    for value in NO_REFERENCE:
         assert Reference.from_metadata({**metadata, name: value}) is None, value
+    del metadata[name]
+    assert Reference.from_metadata(metadata) is None, "half a reference"
 
 
-@pytest.mark.parametrize("tokens", [1, True, 12.5, "7", 10**9, 2**31 - 1])
-def test_a_wrong_length_is_a_hint(engine: Engine, tokens: Any) -> None:
-    right = engine.generate("what?", TEXTS[:1], max_new_tokens=4).text
-    metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
-    reference = Reference.from_metadata({**metadata, "kv_tokens": tokens})
-    assert reference is not None
-    chunk = reference.chunk(TEXTS[0], engine)
-    assert engine.generate("what?", [chunk], max_new_tokens=4).text == right
-
-
-def test_a_changed_text_or_another_engine_gets_the_text(engine: Engine) -> None:
+def test_a_changed_text_or_another_model_gets_the_text(engine: Engine) -> None:
     (key,) = engine.add(TEXTS[:1])
     reference = Reference.of(key, TEXTS[0], engine)
     changed = reference.chunk("alpha was here", engine)
     assert (changed.text, changed.outdated) == ("alpha was here", "other text")
-    template = PromptTemplate(system="Read carefully.\n")
-    other = Engine(make_model(), make_tokenizer(), template=template)
-    assert reference.resolve(other) is None
-    foreign = reference.chunk(TEXTS[0], other)
-    assert (foreign.text, foreign.outdated) == (TEXTS[0], "other model")
-
-
-def test_a_model_without_keys_and_values_gets_the_text(engine: Engine) -> None:
-    (key,) = engine.add(TEXTS[:1])
-    reference = Reference.of(key, TEXTS[0], engine)
+    careful = PromptTemplate(system="Read carefully.\n")
     known = References()
     known.note(reference)
-    mamba = Engine(build("recurrent_gemma"), byte_tokenizer(), template=engine.template)
-    assert reference.resolve(mamba) is None
-    assert reference.chunk(TEXTS[0], mamba).outdated == "other model"
-    assert known.chunk(TEXTS[0], mamba) == TEXTS[0]
+    for other in (
+        Engine(make_model(), make_tokenizer(), template=careful),
+        Engine(build("recurrent_gemma"), byte_tokenizer(), template=engine.template),  # has none
+    ):
+        assert reference.resolve(other) is None
+        foreign = reference.chunk(TEXTS[0], other)
+        assert (foreign.text, foreign.outdated) == (TEXTS[0], "other model")
+    assert known.chunk(TEXTS[0], other) == TEXTS[0]
 
 
 def test_the_wrapper_is_part_of_the_digest(engine: Engine) -> None:
@@ -175,9 +147,8 @@ def test_references_are_found_by_text_and_forgotten_in_order(engine: Engine) -> 
     keys = engine.add(TEXTS)
     for key, text in zip(keys, TEXTS, strict=True):
         known.note(Reference.of(key, text, engine))
-    assert known.chunk(TEXTS[0], engine) == TEXTS[0]
-    assert known.chunk(TEXTS[1], engine) == StoredChunk(keys[1], TEXTS[1])
-    assert known.chunk(TEXTS[2], engine) == StoredChunk(keys[2], TEXTS[2])
+    found = [known.chunk(text, engine) for text in TEXTS]
+    assert found == [TEXTS[0], *map(StoredChunk, keys[1:], TEXTS[1:])]
 
 
 def test_a_reference_of_another_model_does_not_push_out_ours(engine: Engine) -> None:
@@ -210,42 +181,27 @@ def test_without_engine_rows_are_only_rows(rows: Rows) -> None:
         prefiller.fill(lambda row: row.document)
 
 
-def test_replaced_rows_take_along_what_nobody_else_uses(
-    prefiller: RowPrefiller, engine: Engine
-) -> None:
-    prefiller.write(new_rows(TEXTS), TEXTS)
-    prefiller.write(new_rows(TEXTS[:1], "other"), TEXTS[:1])
-    changed = ["delta", "epsilon"]
-    prefiller.write(new_rows(changed), changed)
-    assert held(engine, TEXTS) == [True, False, True]
-    assert held(engine, changed) == [True, True]
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
-class FailingLater:
-    """A collection whose second `upsert` fails."""
-
-    def __init__(self, collection: Any) -> None:
-        self._real, self.calls = collection, 0
-        self._client = self
-
-    def get_max_batch_size(self) -> int:
-        return 1
-
-    def upsert(self, **arguments: Any) -> None:
-        self.calls += 1
-        if self.calls == 2:
-            raise RuntimeError("disk full")
-        self._real.upsert(**arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+def failing_later(collection: Any) -> Any:
+    """A collection that takes one row at a time, and whose second `upsert` fails."""
+    failing = Mock(wraps=collection)
+    failing.name, failing.id = collection.name, collection.id
+    failing._client.get_max_batch_size.return_value = 1
+    failing.upsert.side_effect = [DEFAULT, RuntimeError("disk full")]
+    return failing
 
 
 def test_a_failed_write_leaves_what_was_computed_for_the_next_try(
     prefiller: RowPrefiller, engine: Engine
 ) -> None:
     prefiller.write(new_rows(["old one", "old two"]), ["old one", "old two"])
-    failing = RowPrefiller(Rows(FailingLater(prefiller.rows.collection)), engine)
+    failing = RowPrefiller(Rows(failing_later(prefiller.rows.collection)), engine)
     with pytest.raises(RuntimeError, match="disk full"):
         failing.write(new_rows(TEXTS[:2]), TEXTS[:2])
     assert [row.document for row in prefiller.rows.get()] == [TEXTS[0], "old two"]
@@ -296,6 +252,12 @@ def _once(
 
 
 # ---------------------------------------------------------------------- embedded meanwhile
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of prefilling for each text."""
+    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
+
+
 def embedded(texts: list[str]) -> list[list[float]]:
     """The vectors of `new_rows`, whose texts differ in their first letter."""
     return [[float(number), 1.0] for number in range(len(texts))]
@@ -305,19 +267,17 @@ def unembedded(texts: list[str]) -> list[NewRow]:
     return [dataclasses.replace(row, embedding=None) for row in new_rows(texts)]
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_rows_embedded_meanwhile_are_those_embedded_before(
-    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    prefiller: RowPrefiller, engine: Engine
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
     texts = [*TEXTS, " ", TEXTS[0]]
 
     def kept() -> Any:
         rows = prefiller.rows.collection.get(include=["embeddings", "documents", "metadatas"])
-        layout = access.prefiller(engine).model.measured.chunk_layout
+        layout = access.chunk_layout(engine)
         chunks = [engine.store.get(key, layout).chunk for key in engine.keys(TEXTS)]
-        tensors = [
-            one.numpy().tobytes() for chunk in chunks for two in chunk.tensors for one in two
-        ]
+        tensors = [bits(tensor) for chunk in chunks for tensor in flat(chunk)]
         vectors = rows["embeddings"].tolist()
         return vectors, rows["ids"], rows["documents"], rows["metadatas"], tensors
 
@@ -346,6 +306,7 @@ def test_embedding_and_prefilling_meet(
     assert held(engine, TEXTS) == [True] * 3
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("error", [OSError("no embedding today"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("batches", [1, 3])
 def test_an_embedding_that_fails_stops_prefilling(
@@ -355,7 +316,6 @@ def test_an_embedding_that_fails_stops_prefilling(
     error: BaseException,
     batches: int,
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
     compute, prefilled = access.prefiller(engine).compute, RowPrefiller._prefilled
     stops: list[threading.Event] = []
     computed: list[int] = []
@@ -388,23 +348,15 @@ def test_an_embedding_that_fails_stops_prefilling(
     assert engine.store.stats().puts == batches, "what was computed stays"
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_an_interruption_stops_prefilling_behind_the_embedding(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
-    batches: list[int] = []
-    compute = access.prefiller(engine).compute
-
-    def interrupted(ids: Any) -> Any:
-        batches.append(len(ids))
-        if len(batches) == 2:
-            raise KeyboardInterrupt
-        return compute(ids)
-
-    monkeypatch.setattr(access.prefiller(engine), "compute", interrupted)
+    compute = Mock(wraps=access.prefiller(engine).compute, side_effect=[DEFAULT, KeyboardInterrupt])
+    monkeypatch.setattr(access.prefiller(engine), "compute", compute)
     with pytest.raises(KeyboardInterrupt):
         prefiller.write(unembedded(TEXTS), TEXTS, embed=embedded)
-    assert (len(batches), prefiller.rows.get()) == (2, [])
+    assert (compute.call_count, prefiller.rows.get()) == (2, [])
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
@@ -436,12 +388,9 @@ def test_a_text_too_long_is_written_without_a_reference_and_named(
 def test_rows_stand_although_prefilling_fails(
     prefiller: RowPrefiller, engine: Engine, embed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of\nmemory")
-
     prefiller.write(new_rows(TEXTS), TEXTS)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "add", fail)
+        patch.setattr(engine, "add", raising(RuntimeError("out of\nmemory")))
         rows = unembedded(TEXTS[:2]) if embed else new_rows(TEXTS[:2])
         said = r"^2 rows \('0', '1'\) written .*: RuntimeError: out of memory$"
         with pytest.warns(UserWarning, match=said):
@@ -454,10 +403,7 @@ def test_rows_stand_although_prefilling_fails(
 def test_what_stops_prefilling_on_purpose_is_no_failure(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: Any, **__: Any) -> Any:
-        raise CancelledError
-
-    monkeypatch.setattr(engine, "add", stop)
+    monkeypatch.setattr(engine, "add", raising(CancelledError()))
     with pytest.raises(CancelledError):
         prefiller.write(new_rows(TEXTS), TEXTS)
     assert prefiller.rows.get() == []
@@ -466,27 +412,13 @@ def test_what_stops_prefilling_on_purpose_is_no_failure(
 def test_kv_that_cannot_be_dropped_keeps_no_row(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError("read-only")
-
     prefiller.write(new_rows(TEXTS), TEXTS)
-    monkeypatch.setattr(engine, "delete", fail)
+    monkeypatch.setattr(engine, "delete", raising(OSError("read-only")))
     with pytest.warns(UserWarning, match=r"not deleted \(OSError: read-only\); .*store gc"):
         prefiller.delete(prefiller.rows.get(ids=["0"]))
     with pytest.warns(UserWarning, match="not deleted"):
         prefiller.write([dataclasses.replace(new_rows(["new"])[0], id="1")], ["new"])
     assert {row.id: row.document for row in prefiller.rows.get()} == {"1": "new", "2": TEXTS[2]}
-
-
-def test_fill_writes_missing_and_outdated_references(
-    prefiller: RowPrefiller, engine: Engine
-) -> None:
-    prefiller.rows.put(new_rows(TEXTS))
-    assert prefiller.fill(lambda row: row.document) == 3
-    assert prefiller.fill(lambda row: row.document) == 0
-    prefiller.rows.update({"1": {"kv_spec": "0" * 64}})
-    assert prefiller.fill(lambda row: row.document) == 1
-    assert held(engine, TEXTS) == [True, True, True]
 
 
 def test_fill_leaves_rows_alone_that_were_replaced_meanwhile(
@@ -550,14 +482,8 @@ def test_writers_of_one_collection_wait_for_each_other(rows: Rows) -> None:
 def test_the_first_error_is_told_when_the_database_is_gone(
     prefiller: RowPrefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("first")
-
-    def fail_again(*_: Any, **__: Any) -> None:
-        raise RuntimeError("second")
-
-    monkeypatch.setattr(prefiller.rows, "put", fail)
-    monkeypatch.setattr(prefiller.rows, "holding", fail_again)
+    monkeypatch.setattr(prefiller.rows, "put", raising(RuntimeError("first")))
+    monkeypatch.setattr(prefiller.rows, "holding", raising(RuntimeError("second")))
     with pytest.raises(RuntimeError, match="first"):
         prefiller.write(new_rows(TEXTS), TEXTS)
 
@@ -582,17 +508,12 @@ def test_a_gate_is_about_the_instruction_that_is_set(tmp_path: Path) -> None:
         open_engine("tiny", gate=file)
 
 
-def test_a_loaded_model_needs_its_tokenizer() -> None:
-    with pytest.raises(InvalidInputError, match="tokenizer="):
-        open_engine(make_model())
-    engine = open_engine(make_model(), make_tokenizer(), context_window=100)
-    assert engine.context_window == 100
-
-
 def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_path: Path) -> None:
     loaded = {"tokenizer", "dtype", "device", "revision", "model_kwargs", "tokenizer_kwargs"}
     loaded |= {"adapter", "backend", "weight_format"}
     own = {"model", "template", "system_prompt", *loaded}
+    with pytest.raises(InvalidInputError, match="tokenizer="):
+        open_engine(make_model())
     assert EngineSettings.model_fields.keys() - own <= signature(Engine).parameters.keys()
     store = StoreSettings(kv_dir=str(tmp_path)).open_store(MemoryStore())
     settings = EngineSettings(context_window=100, rotation="copied")
@@ -653,17 +574,12 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
         "prompt_memory": 1 << 20,
         "none_below": -1e6,
     }
-    assert options.keys() == signature(Engine).parameters.keys() - {"model", "tokenizer"}
-    engine = Engine(make_model(), make_tokenizer(), **options)
-    same = like(engine)
-    assert same._options == engine._options == {**options, **_loaded(engine)}
+    options |= {"model": make_model(), "tokenizer": make_tokenizer()}
+    assert options.keys() == signature(Engine).parameters.keys()
+    engine = Engine(**options)
+    assert like(engine)._options == engine._options == options
     engine.policy = Reuse()
-    tenant = engine.in_namespace("other")
-    changed = like(tenant, store=None)
+    changed = like(engine.in_namespace("other"), store=None)
     kept = {**options, "policy": engine.policy, "namespace": "other"}
-    assert changed._options == {**kept, **_loaded(engine), "store": None}
+    assert changed._options == {**kept, "store": None}
     assert changed.store is not engine.store
-
-
-def _loaded(engine: Engine) -> dict[str, Any]:
-    return {"model": engine.model, "tokenizer": engine.tokenizer}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcache_rag.integration import KnownTexts, Reference, known_texts
 from kvcache_rag.integration.known_texts import FEWEST_BYTES
 
-MOON = "The moon has no air, so there is no sound.\nIt has quakes."
+MOON = "The moon has no air, so there is no sound."
 SEA = "The sea is salt because rivers bring minerals."
 REFERENCE = Reference("a" * 64, "b" * 64, 3, 4, "c" * 64)
 
@@ -29,39 +29,9 @@ def texts(where: KnownTexts, prompt: str) -> list[str]:
     return [one.text for one in where.find(prompt)]
 
 
-def test_joined_texts_are_found_in_their_order() -> None:
-    prompt = f"Read this.\n---\n{SEA}\n\n{MOON}\n---\nWhat is salt?"
-    found = known(MOON, SEA).find(prompt)
-    assert [one.text for one in found] == [SEA, MOON]
-    assert [prompt[one.start : one.end] for one in found] == [SEA, MOON]
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        f"He said: {SEA}",
-        f"{SEA} And more.",
-        SEA[:-1],
-        SEA.replace("salt", "sweet"),
-        SEA.upper(),
-        SEA.replace(" ", "  "),
-        MOON.replace("\n", " "),
-    ],
-)
-def test_what_only_looks_alike_is_not_found(prompt: str) -> None:
-    assert texts(known(SEA, MOON), prompt) == []
-
-
 def test_white_space_at_the_ends_does_not_count() -> None:
     given = f"\n  {SEA} \n"
     assert texts(known(given), f"a\n \t{SEA}\t\r\nb") == [given]
-
-
-def test_the_longest_of_those_that_begin_alike() -> None:
-    where = known(MOON.partition("\n")[0], MOON, f"{MOON}\n{SEA}")
-    assert texts(where, f"{MOON}\n\n{SEA}") == [MOON]
-    assert texts(where, f"{MOON}\n{SEA}") == [f"{MOON}\n{SEA}"]
-    assert texts(where, MOON + "!") == [MOON.partition("\n")[0]]
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "猫", "𝄞"])
@@ -88,19 +58,26 @@ def test_the_longest_unused_are_forgotten() -> None:
     assert texts(where, f"{MOON}\n{SEA}\n{SEA[::-1]}") == [MOON, SEA[::-1]]
 
 
+# What only looks like a text: joined to other words on its line, spaced otherwise, in capitals.
 WORDS = st.lists(
-    st.sampled_from(["alpha", "beta", "alpha beta", "猫", "猫在睡", "\n"]), min_size=4, max_size=12
+    st.sampled_from(["alpha", "beta", "ALPHA", "alpha  beta", "猫", "猫在睡", "\n", "."]),
+    min_size=4,
+    max_size=12,
 )
+JOINS = st.lists(st.sampled_from(["\n", "\n\n", " ", "  \n\t", ". "]), min_size=6, max_size=6)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(WORDS, min_size=1, max_size=8), st.lists(st.integers(0, 7), max_size=5))
+@given(st.lists(WORDS, min_size=1, max_size=8), st.lists(st.integers(0, 7), max_size=5), JOINS)
 def test_law_a_prompt_is_cut_as_by_trying_every_text(
-    lists: list[list[str]], order: list[int]
+    lists: list[list[str]], order: list[int], joins: list[str]
 ) -> None:
     every = [" ".join(words).strip() for words in lists]
-    prompt = "\n".join(["top", *(every[index % len(every)] for index in order), "end alpha"])
-    assert texts(known(*every), prompt) == slowly(every, prompt)
+    parts = [every[index % len(every)] for index in order]
+    prompt = "top" + "".join(map("".join, zip(joins, [*parts, "end alpha"], strict=False)))
+    found = known(*every).find(prompt)
+    assert [one.text for one in found] == slowly(every, prompt)
+    assert [prompt[one.start : one.end] for one in found] == [one.text for one in found]
 
 
 def slowly(every: list[str], prompt: str) -> list[str]:

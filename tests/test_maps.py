@@ -20,53 +20,43 @@ PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?|[\w-]+\.(?:c|ini|json|md|py|sh|so|t
 
 @cache
 def listed() -> tuple[str, ...]:
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    """Every file and folder that is tracked."""
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [file for file in git.stdout.split() if (ROOT / file).exists()]
     folders = {str(folder) for file in files for folder in PurePosixPath(file).parents}
     return (*files, *sorted(folders))
 
 
 @cache
-def words_of(path: str) -> frozenset[str]:
-    return frozenset(WORD.findall((ROOT / path).read_text(encoding="utf-8", errors="replace")))
-
-
-@cache
-def sources() -> tuple[str, ...]:
-    return tuple(
-        path
-        for path in listed()
-        if (path.endswith(SOURCES) or path.endswith("Makefile")) and path != "tests/test_maps.py"
-    )
+def sources() -> dict[str, str]:
+    """Every file of code but this one, by its path."""
+    paths = [path for path in listed() if path.endswith((*SOURCES, "Makefile"))]
+    return {
+        path: (ROOT / path).read_text(encoding="utf-8", errors="replace")
+        for path in paths
+        if path != "tests/test_maps.py"
+    }
 
 
 @cache
 def words() -> frozenset[str]:
-    return frozenset().union(*map(words_of, sources()), *(WORD.findall(one) for one in listed()))
+    return frozenset(WORD.findall("\n".join((*sources().values(), *listed()))))
 
 
 @cache
 def homes(name: str) -> tuple[str, ...]:
-    """Files that define a class or a function, or are a module of this name."""
+    """Modules of this name, and those that define a class or a function of this name."""
     defined = re.compile(rf"^(?:class|def) {name}\b|^{name}\b[^\n]*=", re.MULTILINE)
+    module = (f"/{name}.py", f"/{name}/__init__.py")
     return tuple(
-        path
-        for path in sources()
-        if path.endswith((f"/{name}.py", f"/{name}/__init__.py"))
-        or (
-            path.endswith(".py")
-            and name in words_of(path)
-            and defined.search((ROOT / path).read_text(encoding="utf-8"))
-        )
+        text
+        for path, text in sources().items()
+        if path.endswith(module) or (path.endswith(".py") and name in text and defined.search(text))
     )
 
 
-@cache
-def entry_points() -> tuple[str, ...]:
-    groups = re.compile(r'^\[project\.entry-points\."(.+)"\]$', re.MULTILINE)
-    projects = (ROOT / path for path in listed() if path.endswith("pyproject.toml"))
-    return tuple(group for one in projects for group in groups.findall(one.read_text("utf-8")))
+def has(text: str, word: str) -> bool:
+    return re.search(rf"\b{word}\b", text) is not None
 
 
 def problem(code: str) -> str:
@@ -75,18 +65,19 @@ def problem(code: str) -> str:
     if PATH.fullmatch(code) and ("/" in code or code.endswith(SOURCES)) and "*" not in code:
         if any(one == code.rstrip("/") or one.endswith("/" + code.rstrip("/")) for one in listed()):
             return ""
-        found = [one for one in sources() if one.endswith(f"{place}.py")]
-        if not member or not any(member in words_of(one) for one in found):
-            return f"there is no {code}"
-        return ""
+        found = [text for path, text in sources().items() if path.endswith(f"{place}.py")]
+        is_there = member and any(has(text, member) for text in found)
+        return "" if is_there else f"there is no {code}"
     for name in WORD.findall(code):
         if name not in words():
             return f"nothing is called {name} ({code})"
     for owner, attribute in re.findall(r"\b([A-Za-z_]\w+)\.([a-z_]\w+)\b(?!\.)", code):
         files = homes(owner)
         inside = (f"{owner}/{attribute}", f"{owner}/{attribute}.py", f"{owner}.{attribute}")
-        is_inside = any(one.endswith(inside) for one in (*listed(), *entry_points()))
-        if files and not is_inside and not any(attribute in words_of(one) for one in files):
+        group = f'entry-points."{owner}.{attribute}"]'
+        is_inside = any(one.endswith(inside) for one in listed())
+        is_inside = is_inside or any(group in text for text in sources().values())
+        if files and not is_inside and not any(has(text, attribute) for text in files):
             return f"{owner} has no {attribute} ({code})"
     return ""
 

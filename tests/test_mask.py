@@ -58,18 +58,15 @@ def test_composite_chunks_share_positions_and_the_query_starts_at_the_total_leng
     assert torch.equal(found.allowed, reordered.allowed)
 
 
+@pytest.mark.parametrize("chunks", [[], [[4, 5]]])
 @pytest.mark.parametrize("prefix", [[], [1, 2, 3]])
-def test_one_chunk_is_plain_causal_attention(prefix: list[int]) -> None:
-    found = block_mask(prefix, [[4, 5]], [6])
-    length = len(prefix) + 3
+def test_no_chunk_or_one_is_plain_causal_attention(
+    prefix: list[int], chunks: list[list[int]]
+) -> None:
+    found = block_mask(prefix, chunks, [6])
+    length = len(prefix) + 2 * len(chunks) + 1
     assert found.allowed.tolist() == torch.ones(length, length).tril().bool().tolist()
-    assert found.positions.tolist() == list(range(length))
-
-
-def test_no_chunks_is_plain_causal_attention_too() -> None:
-    found = block_mask([1, 2], [], [3])
-    assert lists(found) == ([1, 2, 3], [0, 1, 2], [0, 1, 2])
-    assert rows(found.allowed) == ["x..", "xx.", "xxx"]
+    assert found.positions.tolist() == found.indices.tolist() == list(range(length))
 
 
 def chunk_columns(prefix: int, chunks: list[int]) -> list[int]:

@@ -27,6 +27,7 @@ from kvcache_rag.metrics import MissReason
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.stores import ChunkStore
 
 TEXTS = ["alpha is here", "beta is there now", "gamma is nowhere"]
@@ -56,17 +57,20 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     return make_engine(stores[request.param])
 
 
-def test_new_chunks_were_not_prefilled(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("policy", "missed"), [(None, [1, 2]), (Combination(), [0])], ids=["chunks", "combination"]
+)
+def test_what_is_new_was_not_prefilled(
+    engine: Engine, policy: ReusePolicy | None, missed: list[int]
+) -> None:
     engine.add(TEXTS[:1])
-    assert reasons(engine) == [(1, "not prefilled"), (2, "not prefilled")]
-    assert reasons(engine) == []
+    assert reasons(engine, policy=policy) == [(number, "not prefilled") for number in missed]
+    assert reasons(engine, policy=policy) == []
 
 
 def test_a_chunk_that_stands_twice_is_one_miss(engine: Engine) -> None:
-    assert reasons(engine, [TEXTS[0], TEXTS[1], TEXTS[0]]) == [
-        (0, "not prefilled"),
-        (1, "not prefilled"),
-    ]
+    new = [(0, "not prefilled"), (1, "not prefilled")]
+    assert reasons(engine, [TEXTS[0], TEXTS[1], TEXTS[0]]) == new
 
 
 def test_what_was_stored_and_dropped_was_evicted(engine: Engine) -> None:
@@ -104,10 +108,8 @@ def test_a_reference_of_another_text_says_so(engine: Engine) -> None:
 def test_damage_says_so(tmp_path: Path, *, tiers: bool) -> None:
     disk = DiskStore(tmp_path, durable=False)
     engine = make_engine(disk)
-    keys = engine.add(TEXTS)
-    raw = bytearray(disk.path(keys[1]).read_bytes())
-    raw[-1] ^= 1
-    disk.path(keys[1]).write_bytes(raw)
+    path = disk.path(engine.add(TEXTS)[1])
+    path.write_bytes(path.read_bytes()[:-1])
     if tiers:
         engine = make_engine(TieredStore(MemoryStore(), DiskStore(tmp_path, durable=False)))
     assert reasons(engine) == [(1, "damaged")]
@@ -135,11 +137,6 @@ def test_a_file_that_is_not_signed_says_so(tmp_path: Path) -> None:
     make_engine(DiskStore(tmp_path, durable=False)).add(TEXTS)
     signed = make_engine(DiskStore(tmp_path, durable=False, signing_key=b"k" * 32))
     assert reasons(signed, TEXTS[:1]) == [(0, "not signed")]
-
-
-def test_a_combination_is_one_miss(engine: Engine) -> None:
-    assert reasons(engine, policy=Combination()) == [(0, "not prefilled")]
-    assert reasons(engine, policy=Combination()) == []
 
 
 def test_a_batch_tells_each_row_its_own(engine: Engine) -> None:

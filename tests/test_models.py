@@ -12,7 +12,7 @@ import torch
 from laws import TEMPLATE
 from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, Reuse
+from kvcache_rag import Combination, Engine, FullRecompute, Reuse
 from kvcache_rag.errors import ContextTooLongError, UnsupportedModelError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcache_rag.models.probe import LayerCache
 
 CAPTURABLE = ("gpt2", "opt", "hunyuan")
-STATEFUL = [name for name, row in REFUSED.items() if "state" in row[2]]
+STATEFUL = [name for name in REFUSED if name not in CAPTURABLE]
 
 
 def make_engine(name: str) -> Engine:
@@ -115,7 +115,9 @@ def test_recurrent_models_are_refused_with_layer_and_reason(name: str) -> None:
     engine = make_engine(name)
     for call in (
         lambda: engine.add(["some text"]),
+        lambda: engine.add_combination([["some text", "more"]]),
         lambda: engine.generate("Who?", ["some text"], policy=Reuse()),
+        lambda: engine.generate("Who?", ["some text"], policy=Combination()),
     ):
         with pytest.raises(UnsupportedModelError, match=r"layer \d+ (keeps|wrote) .*") as caught:
             call()
@@ -130,6 +132,7 @@ def test_keys_that_cannot_move_are_refused_only_when_they_would_have_to(name: st
     texts = ["first text", "second text"]
     with pytest.raises(UnsupportedModelError, match=r"layer \d+") as caught:
         engine.generate("Who?", texts, policy=Reuse())
+    assert "use Combination()" in str(caught.value)
     assert REFUSED[name][2] in str(caught.value)
     full = engine.generate("Who?", texts, policy=FullRecompute(), max_new_tokens=4)
     assert full.metrics.reused_tokens == 0
@@ -197,16 +200,13 @@ def test_rounded_frequencies_change_the_spec() -> None:
     assert careful.spec != rounded.spec
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
-    model = build("qwen2")
-    model.model.layers[3].to("meta")
-    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta, where no numbers are"):
-        Engine(model, byte_tokenizer(), template=TEMPLATE)
-
-
 @pytest.mark.parametrize("place", ["meta", {"": "meta"}, {"": "disk"}])
 def test_a_model_without_numbers_is_refused(place: Any, tmp_path: Path) -> None:
     wanted = r"^the model is on meta, where no numbers are \(offloaded, or never loaded\); load it"
+    spread = build("qwen2")
+    spread.model.layers[3].to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta, where no numbers are"):
+        Engine(spread, byte_tokenizer(), template=TEMPLATE)
     with pytest.raises(UnsupportedModelError, match=wanted):
         Engine(build("qwen2").to("meta"), byte_tokenizer(), template=TEMPLATE)
     with pytest.raises(UnsupportedModelError, match=wanted):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import transformers
 from tokenizers import Tokenizer, models
+from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import cli
 
@@ -44,6 +45,20 @@ def test_a_model_with_rotary_keys_is_supported(
     assert "layers 0-2; keys 2x8 rotation half[0:8] by set 0; values 2x8 rotation none" in out
     assert f"{3 * 2 * 2 * 8 * 4} bytes per token" in out
     assert out.endswith("supported: chunks can be stitched\n")
+
+
+@pytest.mark.skipif("qwen3_5" not in HYBRIDS, reason="this transformers keeps no states as 5.23")
+def test_a_model_with_states_is_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in (build("qwen3_5"), byte_tokenizer()):
+        part.save_pretrained(tmp_path)
+    assert cli.main(["models", "check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "4, 3 with a state, 1 with keys and values" in out
+    assert "256 bytes per token and 26880 bytes per chunk" in out
+    assert "transition 4x16x16 float32 (a matrix from the left)" in out
+    assert "verdict         supported" in out
 
 
 @pytest.mark.parametrize("config", [LEARNED_POSITIONS, RECURRENT], ids=lambda c: c.model_type)

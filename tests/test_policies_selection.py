@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache_rag import CacheClip, InvalidInputError
+from kvcache_rag import CacheClip
 from kvcache_rag.policies.selection import candidates, filled_windows, grouped, top, top_windows
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -73,33 +73,6 @@ def test_six_of_eight_exceed_five_and_five_do_not() -> None:
     selected[[27, 28]] = True  # two of the last three: 5/8 of 3 is 1.9
     found = grouped(selected, prompt, 8, 5)
     assert found.nonzero()[:, 0].tolist() == [*range(3, 11), 27, 28, 29]
-
-
-def test_windows_begin_with_their_chunk() -> None:
-    prompt = StitchedPrompt.of(5, [3, 8], 1)
-    selected = torch.zeros(16, dtype=torch.bool)
-    selected[8:14] = True
-    assert grouped(selected, prompt, 8, 5).nonzero()[:, 0].tolist() == list(range(8, 16))
-
-
-def test_a_number_within_a_window_is_never_computed_by_halves() -> None:
-    # One token per character; the number lies in the second window of the second chunk.
-    text = "It has 5663623  people today and tomorrow."
-    prompt = StitchedPrompt.of(0, [10, len(text)], 1)
-    start = 10 + text.index("5663623")
-    start_window = 10 + (start - 10) // 8 * 8
-    whole = set(range(start, start + 7))
-    cut = 0
-    for seed in range(300):
-        scores = noise(prompt, seed)
-        scores[start : start + 7] += torch.rand(7, generator=torch.Generator().manual_seed(-seed))
-        alone = set(top(scores, 10, candidates(prompt)).nonzero()[:, 0].tolist())
-        cut += 0 < len(alone & whole) < 7
-        found = CacheClip(ratio=10 / len(text)).select(prompt, Scored(scores))
-        inside = {place for place in whole if (place - 10) // 8 == (start_window - 10) // 8}
-        kept = set(found.nonzero()[:, 0].tolist()) & inside
-        assert kept in (set(), inside)
-    assert cut > 100  # without groups, numbers would have been cut
 
 
 @given(shapes, st.integers(0, 40), st.integers(0, 99))
@@ -172,17 +145,6 @@ def test_prefix_and_first_chunk_are_exact_already(prompt: StitchedPrompt) -> Non
     assert allowed[first.stop :].all()
 
 
-@pytest.mark.parametrize(
-    "policy", [CacheClip(), CacheClip(threshold=None), CacheClip(window=1, threshold=0)]
-)
-def test_cacheclip_selects_by_its_ratio(policy: CacheClip) -> None:
-    prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
-    scores = torch.arange(124.0)  # neighbours have like scores: groups change little
-    found = policy.select(prompt, Scored(scores))
-    # A fifth of the 80 tokens that may be chosen, not of all 120.
-    assert found.nonzero()[:, 0].tolist() == list(range(124 - 16, 124))
-
-
 @given(shapes, st.floats(0, 1), st.integers(0, 99))
 @settings(deadline=None)
 def test_the_ratio_is_of_the_tokens_that_may_be_chosen(
@@ -198,12 +160,6 @@ def test_the_ratio_is_of_the_tokens_that_may_be_chosen(
     moved = torch.cat([torch.zeros(50), scores])
     found = CacheClip(ratio=ratio).select(longer, Scored(moved))
     assert torch.equal(found[50:], CacheClip(ratio=ratio).select(prompt, Scored(scores)))
-
-
-def test_half_of_two_chunks_is_not_everything() -> None:
-    prompt = StitchedPrompt.of(4, [40, 40], 5)
-    found = CacheClip(ratio=0.5, threshold=None).select(prompt, Scored(noise(prompt, 1)))
-    assert int(found.sum()) == 16  # two windows of 8; a third would be more than 20
 
 
 def test_scattered_scores_leave_no_window() -> None:
@@ -224,31 +180,3 @@ def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> Non
     assert signals.asked == 0
     one = StitchedPrompt.of(4, [40], 5)
     assert not CacheClip().select(one, signals).any()
-
-
-@pytest.mark.parametrize(
-    ("settings_", "message"),
-    [
-        ({"ratio": 1.5}, "ratio must be a number from 0"),
-        ({"ratio": True}, "ratio must be"),
-        ({"ratio": float("nan")}, "ratio must be"),
-        ({"window": 0}, "window must be a whole number from 1"),
-        ({"window": 8.0}, "window must be a whole number"),
-        ({"threshold": -1}, "threshold must be a whole number from 0"),
-        ({"threshold": 8}, "not less than the 8 tokens"),
-        ({"positions": "local"}, "positions must be"),
-        ({"ratio_of": "computed"}, "ratio_of must be"),
-        ({"auxiliary": "tiny"}, "must have a method scores"),
-    ],
-)
-def test_settings_that_cannot_be_used(settings_: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        CacheClip(**settings_)
-
-
-def test_the_ends_of_the_dial() -> None:
-    assert CacheClip(ratio=0).is_reuse
-    assert CacheClip(ratio=1).is_full
-    assert not CacheClip().is_reuse
-    assert not CacheClip().is_full
-    assert [CacheClip(ratio=r).reads for r in (0, 0.2, 1)] == [(), ("relevance",), ()]

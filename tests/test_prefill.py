@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SPEC = spec_digest({"test": "prefill"})
 TEXTS = ["The cat sat on the mat.", "A dog ran away.", "It rained for three days."]
+LONG = ["x" * 1200 + str(number) for number in range(3)]  # each a batch of its own
 
 
 class Passes:
@@ -113,8 +114,7 @@ def test_what_another_thread_stored_meanwhile_is_not_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = LockedStore()
-    model = TransformersModel(build("qwen2"))
-    prefiller = Prefiller(model, store, (5, 6), SPEC, "")
+    prefiller = Prefiller(TransformersModel(build("qwen2")), store, (5, 6), SPEC, "")
     ids = [tuple(range(10, 30)), tuple(range(40, 60))]
     work = [ContextChunk(prefiller.key(one), one) for one in ids]
     computed: list[int] = []
@@ -125,43 +125,41 @@ def test_what_another_thread_stored_meanwhile_is_not_computed_again(
         return original(batch)
 
     monkeypatch.setattr(prefiller, "compute", compute)
-    done: list[dict[ChunkKey, ChunkKV]] = []
-    with store.locked([work[0].key]):
-        waiting = threading.Thread(target=lambda: done.append(prefiller.fill_batch(work)))
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive(), "it must wait for the lock"
-        assert computed == []
-        MemoryStore.put(store, work[0].key, original([ids[0]])[0])
-    waiting.join(20)
+    with ThreadPoolExecutor(1) as pool:
+        with store.locked([work[0].key]):
+            waiting = pool.submit(prefiller.fill_batch, work)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)  # it must wait for the lock
+            assert computed == []
+            MemoryStore.put(store, work[0].key, original([ids[0]])[0])
+        assert set(waiting.result(20)) == {work[1].key}
     assert computed == [1]
-    assert set(done[0]) == {work[1].key}
-    assert prefiller.fill_batch(work) == {}
-    assert prefiller.fill_batch([]) == {}
+    assert prefiller.fill_batch(work) == prefiller.fill_batch([]) == {}
     assert prefiller.fill(work) == 0
 
 
 def test_a_batch_is_the_same_as_each_alone() -> None:
     prefiller = Prefiller(TransformersModel(build("gemma3")), MemoryStore(), (5, 6, 7), SPEC, "")
     ids = [tuple(range(10, 10 + length)) for length in (3, 40, 61)]
-    together = prefiller.compute(ids)
-    for one, chunk in zip(ids, together, strict=True):
+    for one, chunk in zip(ids, prefiller.compute(ids), strict=True):
         (alone,) = prefiller.compute([one])
         assert chunk.tokens.tolist() == list(one)
         assert chunk.start == 3
-        for mine, theirs in zip(chunk.tensors, alone.tensors, strict=True):
-            for tensor, other in zip(mine, theirs, strict=True):
-                assert float((tensor - other).abs().max()) < 1e-4
+        for tensor, other in zip(parts(chunk), parts(alone), strict=True):
+            assert float((tensor - other).abs().max()) < 1e-4
+
+
+def parts(chunk: ChunkKV) -> list[torch.Tensor]:
+    return [tensor for group in chunk.tensors for tensor in group]
 
 
 def test_a_stored_chunk_does_not_hold_the_memory_of_its_batch() -> None:
     engine = make_engine()
     layout = access.chunk_layout(engine)
     for key in engine.add(TEXTS):
-        for group in engine.store.get(key, layout).chunk.tensors:
-            for tensor in group:
-                assert tensor.is_contiguous()
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        for tensor in parts(engine.store.get(key, layout).chunk):
+            assert tensor.is_contiguous()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_progress_is_shown_only_when_asked_and_only_for_work(
@@ -169,8 +167,7 @@ def test_progress_is_shown_only_when_asked_and_only_for_work(
 ) -> None:
     monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
     engine = make_engine()
-    engine.add(["quiet text"])
-    engine.generate("Who?", ["quiet too"], max_new_tokens=1)
+    engine.generate("Who?", ["quiet text"], max_new_tokens=1)
     assert capfd.readouterr() == ("", "")
     engine.add(["first text", "second text", "first text"], show_progress=True)
     shown = capfd.readouterr()
@@ -205,57 +202,54 @@ def test_a_cached_question_runs_the_model_over_the_question_only(
 
 def test_adding_resumes_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    texts = ["x" * 1200 + str(number) for number in range(3)]  # each a batch of its own
     with monkeypatch.context() as patch:
         Passes(engine, patch, fails_at=4)  # prefix for the store, prefix, two chunks
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.add(texts)
-    keys = engine.keys(texts)
+            engine.add(LONG)
+    keys = engine.keys(LONG)
     held = [engine.store.contains(key) for key in keys]
     assert 0 < sum(held) < 3
     passes = Passes(engine, monkeypatch)
-    assert engine.add(texts) == keys
+    assert engine.add(LONG) == keys
     assert len(passes.shapes) == 3 - sum(held)
     assert all(engine.store.contains(key) for key in keys)
 
 
-class GatedStore(MemoryStore):
-    """Writes nothing but the prefix before `gate` is set, or fails."""
+class FailingStore(MemoryStore):
+    """Fails to write anything but the prefix while there is an error."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.reached = threading.Event()
-        self.error = error
+    error: BaseException | None = RuntimeError("a fault of the store")
 
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
-        if key.start:
-            self.reached.set()
-            assert self.gate.wait(20)
-            if self.error is not None:
-                raise self.error
+        if key.start and self.error is not None:
+            raise self.error
         return super().put(key, chunk, generation)
-
-
-LONG = ["x" * 1200 + str(number) for number in range(3)]  # each a batch of its own
 
 
 def test_a_batch_is_computed_while_the_one_before_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = GatedStore()
+    store = MemoryStore()
     engine = make_engine(store=store)
+    engine.add(["the instruction is computed"])
     prefiller: Any = access.prefiller(engine)
-    compute, computed = prefiller.compute, []
+    reached, gate = threading.Event(), threading.Event()
+    put, compute, computed = store.put, prefiller.compute, []
+
+    def gated(*values: Any, **options: Any) -> bool:
+        reached.set()
+        assert gate.wait(20)
+        return put(*values, **options)
 
     def noted(ids: Any) -> list[ChunkKV]:
         computed.append(len(ids))
         if len(computed) == 2:
-            assert store.reached.wait(20)
-            store.gate.set()  # else the first batch would never be written
+            assert reached.wait(20)
+            gate.set()  # else the first batch would never be written
         result: list[ChunkKV] = compute(ids)
         return result
 
+    monkeypatch.setattr(store, "put", gated)
     monkeypatch.setattr(prefiller, "compute", noted)
     assert all(map(store.contains, engine.add(LONG)))
     assert computed == [1, 1, 1]
@@ -263,8 +257,7 @@ def test_a_batch_is_computed_while_the_one_before_is_written(
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_goes_wrong_while_a_batch_is_written_is_raised(count: int) -> None:
-    store = GatedStore(RuntimeError("a fault of the store"))
-    store.gate.set()
+    store = FailingStore()
     engine = make_engine(store=store)
     with pytest.raises(RuntimeError, match="a fault of the store"):
         engine.add(LONG[:count])

@@ -15,7 +15,7 @@ from kvcache_rag import progress
 from kvcache_rag.progress import dimmed, is_rich, markdown, plain, progress_bar, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROWS = [["name", "size"], ["first", "1"], ["the second", "20"]]
 RIGHT = frozenset({1})
@@ -68,33 +68,27 @@ def test_what_is_piped_is_plain() -> None:
     assert table(ROWS[1:], heads=False) == ["first       1", "the second  20"]
 
 
+CELLS = ["reordered by something", "1234567", "97.5 (94.1-98.9)"]
+REPORT = "\n".join(f"| {' | '.join(row)} |" for row in (CELLS, ["-"] * 3, CELLS))
+DRAWN: dict[str, Callable[[], str]] = {
+    "table": lambda: "\n".join(table([["policy", "n", "of full"], CELLS], RIGHT)),
+    "report": lambda: markdown(f"# Head\n\n{REPORT}"),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
 def test_a_table_is_drawn_if_it_fits_and_nothing_of_it_is_ever_cut(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    rows = [["policy", "n", "of full"], ["reordered by something", "1234567", "0.25x"]]
-    drawn = []
-    for columns in range(20, 60):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        lines = table(rows, frozenset({1, 2}))
-        drawn.append(len(lines) == 3)
-        assert bare(lines[-1]).split() == [*rows[1][0].split(), *rows[1][1:]]
-        assert not drawn[-1] or max(len(bare(line)) for line in lines) <= columns - 2
-    assert sorted(drawn) == drawn, "from some width on"
-    assert set(drawn) == {False, True}
-
-
-def test_a_report_with_a_table_that_is_too_wide_is_plain(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = ["reordered", "0.2512345", "97.5 (94.1-98.9)", "of full"]
-    report = "\n".join(("# Head", "", *(f"| {' | '.join(one)} |" for one in (row, ["-"] * 4, row))))
-    drawn = []
+    shown = []
     for columns in range(20, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        shown = bare(markdown(report))
-        drawn.append(shown != report)
-        assert [shown.count(cell) for cell in row] == [2] * 4, "nothing is cut or folded"
-    assert sorted(drawn) == drawn
+        shown.append(bare(DRAWN[kind]()))
+        assert all(cell in shown[-1] for cell in CELLS), "nothing is cut or folded"
+        if shown[-1] != shown[0]:
+            assert max(len(line.rstrip()) for line in shown[-1].splitlines()) <= columns
+    drawn = [one != shown[0] for one in shown]
+    assert sorted(drawn) == drawn, "from some width on"
     assert set(drawn) == {False, True}
 
 

@@ -127,17 +127,12 @@ def test_what_a_dist_imports_it_asks_for(name: str) -> None:
     anywhere = brought(chain(own["requires"], *own["extras"].values())) | TOLD
     for path in (ROOT / SOURCES[name]).rglob("*.py"):
         place = path.relative_to(ROOT).as_posix()
-        extras = next(
-            (found for start, found in OF_EXTRAS.items() if place.startswith(start)), set()
-        )
-        here = brought(
-            [*own["requires"], *(one for extra in extras for one in own["extras"][extra])]
-        )
+        extras = chain(*(found for start, found in OF_EXTRAS.items() if place.startswith(start)))
+        here = brought(chain(own["requires"], *(own["extras"][extra] for extra in extras)))
         for module, inside in imports(ast.parse(path.read_text("utf-8")).body):
             top = module.partition(".")[0]
-            known = {
-                one.lower().replace("_", "-") for one in dists.get(top, [ELSEWHERE.get(top, top)])
-            }
+            found = dists.get(top, [ELSEWHERE.get(top, top)])
+            known = {one.lower().replace("_", "-") for one in found}
             if top in sys.stdlib_module_names or name in known:
                 continue
             asked = anywhere if inside else here
@@ -156,8 +151,6 @@ def test_the_settings_that_are_public_are_those_that_are_frozen() -> None:
     page = text("docs/versions.md")
     row = next(line for line in page.splitlines() if "configuration.json" in line)
     assert re.findall(r"`(KVCACHE_RAG_\w+)`", row) == configuration()["environment"]
-    table = (
-        text("docs/vllm.md").partition("\n`kv_connector_extra_config`:\n")[2].partition("\n## ")[0]
-    )
-    keys = re.findall(r"(?m)^\| `(\w+)` \|", table)
+    table = text("docs/vllm.md").partition("\n`kv_connector_extra_config`:\n")[2]
+    keys = re.findall(r"(?m)^\| `(\w+)` \|", table.partition("\n## ")[0])
     assert keys == [*configuration()["kv_connector_extra_config"]]

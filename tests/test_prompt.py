@@ -25,6 +25,8 @@ from kvcache_rag.prompt.tokens import TextEncoder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvcache_rag import Engine
+
 BOS = 1
 SYSTEM = "Use the documents.\n"
 LLAMA3 = (
@@ -60,6 +62,15 @@ MISTRAL = (
     "{%- else %}{{- m['content'] + eos_token }}{%- endif %}{%- endfor %}"
 )
 NEWEST_FIRST = "{% for m in messages | reverse %}{{ m['role'] + m['content'] }}{% endfor %}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+)
+SYSTEM_OR_ANSWER = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.index0 == 1 and "
+    "messages[0].role == 'system' %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+)
 TEMPLATES: dict[str, str | None] = {
     "llama3": LLAMA3,
     "chatml": CHATML,
@@ -166,9 +177,26 @@ def test_a_system_message_that_moves_to_the_last_turn_is_not_used() -> None:
     assert text(found.query_ids("Who?", TURNS)).startswith("\nAnd before?[/INST]Nothing.<eos>")
 
 
-def test_a_template_that_puts_the_newest_message_first_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="something else before the first message"):
-        renderer(NEWEST_FIRST)
+@pytest.mark.parametrize(
+    ("chat_template", "said"),
+    [
+        (NEWEST_FIRST, "something else before the first message"),
+        ("{% for m in messages %}", "chat template"),
+        (SYSTEM_OR_ANSWER, "Roles must alternate"),
+    ],
+    ids=["newest first", "no template", "it raises"],
+)
+def test_a_chat_template_of_no_use_is_said_in_one_sentence(chat_template: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said) as caught:
+        renderer(chat_template).query_ids("Who?", TURNS[1:])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_history_that_begins_with_the_assistant_keeps_its_roles() -> None:
+    found = renderer(NO_SYSTEM).tokenize("q", [], [Message("assistant", "I am Bob")])
+    whole = text(found.all)
+    assert whole.startswith(renderer(NO_SYSTEM).prefix_text)
+    assert "<assistant>I am Bob" in whole
 
 
 def test_values_for_the_chat_template_reach_it() -> None:
@@ -188,7 +216,9 @@ def test_odd_texts_stay_as_they_are(name: str, odd: str) -> None:
     assert odd in text(found.query_ids(found.template.ask(f"Is it {odd}?")))
     turn = Message("user", f"So {odd}")
     assert odd in text(found.query_ids("Who?", [turn, Message("assistant", "Yes.")]))
-    assert odd in found.template.ask_again("Who?", odd)
+    again = found.template.ask_again(f"Is it {odd}?", f"Not {odd}")
+    assert f"Is it {odd}?" in again
+    assert f"Not {odd}" in again
 
 
 @pytest.mark.parametrize(
@@ -228,9 +258,16 @@ def test_history_holds_only_what_user_and_assistant_said(turn: dict[str, Any]) -
         renderer(CHATML).query_ids("Who?", [TURNS[0], turn])
 
 
-@pytest.mark.parametrize("parts", [{"question": "?"}, {"refine": "{question}"}])
-def test_a_template_without_its_places_is_refused(parts: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"PromptTemplate\.\w+ must contain \{"):
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"question": "?"}, r"PromptTemplate\.question must contain \{"),
+        ({"refine": "{question}"}, r"PromptTemplate\.refine must contain \{"),
+        ({"special_tokens": "maybe"}, 'must be "text" or "allow"'),
+    ],
+)
+def test_a_template_of_no_use_is_refused(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
         PromptTemplate(**parts)
 
 
@@ -242,53 +279,43 @@ def test_a_template_is_read_from_the_models_folder(tmp_path: Path) -> None:
     assert found == PromptTemplate(system="S", question="Q: {question}")
     assert found is not None
     assert found.ask("x {question}") == "Q: x {question}"
-    wrong = {
-        "{": "is not JSON",
-        "[1]": "may only hold",
-        '{"sistem": "x"}': "may only hold the text fields chunk_end, chunk_start",
-        '{"template_date": "2024-01-01"}': "may only hold",
-        '{"question": "no place"}': "must contain {question}",
-    }
-    for content, message in wrong.items():
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(InvalidInputError, match=message):
-            PromptTemplate.load(tmp_path)
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(InvalidInputError, match="is not JSON"):
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b"[1]", "may only hold"),
+        (b'{"sistem": "x"}', "may only hold the text fields chunk_end, chunk_start"),
+        (b'{"template_date": "2024-01-01"}', "may only hold"),
+        (b'{"system": 5}', "may only hold the text fields"),
+        (b'{"chunk_start": null}', "may only hold the text fields"),
+        (b'{"question": "no place"}', "must contain {question}"),
+    ],
+)
+def test_a_template_file_of_no_use_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "prompt_template.json").write_bytes(content)
+    with pytest.raises(InvalidInputError, match=said):
         PromptTemplate.load(tmp_path)
-
-
-def test_texts_are_tokenised_once_and_forgotten_with_the_namespace() -> None:
-    engine = make_engine("llama")
-    renderer = access.renderer(engine)
-    asked: list[str] = []
-    plain = renderer.encoder.encode
-
-    def encode(encoder: Any, text: str) -> list[int]:
-        asked.append(text)
-        return plain(text)
-
-    with patch.object(type(renderer.encoder), "encode", encode):
-        first = [renderer.chunk_ids(text) for text in (TEXTS[0], TEXTS[1], TEXTS[0])]
-        assert len(asked) == 2
-        assert first[0] == first[2] != first[1]
-        engine.delete_namespace()
-        assert renderer.chunk_ids(TEXTS[0]) == first[0]
-        assert len(asked) == 3
 
 
 def test_what_one_tenant_had_read_another_has_read_anew() -> None:
     engine = make_engine("llama")
     other = engine.in_namespace("other")
-    counts = []
-    for tenant in (engine, other, engine, other, engine.in_namespace("other")):
+
+    def read(tenant: Engine) -> int:
         encode = access.renderer(tenant).encoder.encode
         with patch.object(TextEncoder, "encode", side_effect=encode) as asked:
             tenant.keys(TEXTS)
             tenant.tokenize("Who?", TEXTS)
             tenant.generate("Who?", TEXTS, max_new_tokens=1)
-        counts.append(sum(text in call.args[0] for call in asked.mock_calls for text in TEXTS))
-    assert counts == [len(TEXTS), len(TEXTS), 0, 0, 0]
+        return sum(text in call.args[0] for call in asked.mock_calls for text in TEXTS)
+
+    tenants = (engine, other, engine, other, engine.in_namespace("other"))
+    assert [read(tenant) for tenant in tenants] == [len(TEXTS), len(TEXTS), 0, 0, 0]
+    engine.delete_namespace()
+    assert read(engine) == len(TEXTS)
 
 
 def test_what_one_tenant_reads_makes_another_forget_nothing(

@@ -225,29 +225,24 @@ def test_deleted_chunks_are_computed_again(engine: Engine) -> None:
     assert access.runner(engine).memory.kept is None
 
 
-def test_other_weights_and_other_tenants_begin_anew(engine: Engine) -> None:
-    for policy in (Reuse(), FullRecompute()):
-        asked(engine, QUESTION, policy=policy)
-        assert asked(engine, QUESTION, policy=policy).metrics.continued_tokens > 0
-        other = engine.in_namespace("other")
-        assert asked(other, QUESTION, policy=policy).metrics.continued_tokens == 0
-        with torch.no_grad():
-            next(iter(engine.model.parameters())).add_(0.5)
-        assert asked(engine, QUESTION, policy=policy).metrics.continued_tokens == 0
-        reference = alone(engine, OTHER, policy=policy)
-        asked(engine, QUESTION, policy=policy)
-        assert error(steps(engine, OTHER, policy=policy), reference) < TOLERANCE
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_law_prompts_without_chunks_are_their_tenants_and_their_weights(
-    engine: Engine, together: bool
+@pytest.mark.parametrize(
+    ("texts", "policy", "in_batch"),
+    [
+        (TEXTS, Reuse(), False),
+        (TEXTS, FullRecompute(), False),
+        ([], Reuse(), False),
+        ([], Reuse(), True),
+    ],
+    ids=["reuse", "full", "none", "batch"],
+)
+def test_law_prompts_are_their_tenants_and_their_weights(
+    engine: Engine, texts: list[str], policy: Any, in_batch: bool
 ) -> None:
     def ask(one: Engine, question: str) -> int:
-        if together:
-            batch = one.generate_batch([(question, []), (question, TEXTS)], policy=Reuse())
+        if in_batch:
+            batch = one.generate_batch([(question, texts), (question, TEXTS)], policy=policy)
             return batch[0].metrics.continued_tokens
-        return asked(one, question, [], policy=Reuse()).metrics.continued_tokens
+        return asked(one, question, texts, policy=policy).metrics.continued_tokens
 
     engine.add(TEXTS)
     ask(engine, QUESTION)
@@ -257,9 +252,9 @@ def test_law_prompts_without_chunks_are_their_tenants_and_their_weights(
     with torch.no_grad():
         next(iter(engine.model.parameters())).add_(0.5)
     assert ask(engine, QUESTION) == 0
-    reference = alone(engine, OTHER, [], policy=Reuse())
+    reference = alone(engine, OTHER, texts, policy=policy)
     ask(engine, QUESTION)
-    assert error(steps(engine, OTHER, [], policy=Reuse()), reference) < TOLERANCE
+    assert error(steps(engine, OTHER, texts, policy=policy), reference) < TOLERANCE
 
 
 def test_tenants_have_one_memory_and_none_goes_on_from_another(engine: Engine) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import access
 import pytest
 import torch
-from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, plain_logits
+from laws import (
+    LONG_QUESTION,
+    QUESTION,
+    TEMPLATE,
+    TEXTS,
+    Picked,
+    error,
+    looking,
+    make_engine,
+    plain_logits,
+)
 from torch import Tensor
 from zoo import build, byte_tokenizer
 
@@ -18,31 +29,16 @@ from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.generation.bound import Question
 from kvcache_rag.generation.context import Prompt
-from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.policies.selection import candidates, share, top
-from kvcache_rag.stitching.stitch import StitchedPrompt
+from kvcache_rag.policies.selection import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.policies.base import Scorer, Signals
-
-LONG_QUESTION = "What is it that they saw there?"
-
-
-@dataclass(frozen=True)
-class Behind(ReusePolicy):
-    """Selects everything behind the first chunk, so the answer is that of a full prefill."""
-
-    name: ClassVar[str] = "behind"
-    positions: PositionScheme = "reordered"
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        return candidates(prompt)
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +46,19 @@ def engine() -> Engine:
     return make_engine("qwen2 window")
 
 
+def all_that_may_be(prompt: StitchedPrompt, _: Signals) -> Tensor:
+    return candidates(prompt)
+
+
 @pytest.fixture(params=["reordered", "composite"])
-def behind(request: pytest.FixtureRequest) -> Behind:
-    return Behind(request.param)
-
-
-class Asking(ReusePolicy):
-    """Asks for signals and selects nothing."""
-
-    name = "asking"
-
-    def __init__(self, ask: Callable[[Signals], object], auxiliary: Scorer | None = None) -> None:
-        self.ask, self.auxiliary = ask, auxiliary
-        self.reads = ("relevance",)
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        self.ask(signals)
-        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+def behind(request: pytest.FixtureRequest) -> Picked:
+    """Selects everything behind the first chunk, so the answer is that of a full prefill."""
+    return Picked(all_that_may_be, request.param)
 
 
 # ---------------------------------------------------------------------- every way to generate
 def test_beams_stop_strings_and_processors_see_a_full_prompt(
-    engine: Engine, behind: Behind
+    engine: Engine, behind: Picked
 ) -> None:
     first = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=12).text
     for options in (
@@ -104,7 +91,7 @@ def test_batches_of_beams_and_stop_strings_equal_their_singles(engine: Engine) -
         assert [one.finish_reason for one in batch] == [one.finish_reason for one in singles]
 
 
-def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
+def test_a_query_of_a_single_token(engine: Engine, behind: Picked) -> None:
     answerer = access.runner(engine)
     question = Question(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
     made = engine._bound.plan([question])[0].request
@@ -124,7 +111,7 @@ def test_in_bfloat16_it_is_as_close_to_a_full_prefill_as_rounding_lets_it(name: 
     model = build(name, dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
     plain = plain_logits(engine, TEXTS)
-    found = engine.logits(QUESTION, TEXTS, policy=Behind())
+    found = engine.logits(QUESTION, TEXTS, policy=Picked(all_that_may_be))
     exact = make_engine(name)
     exact.model.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     rounding = error(plain, plain_logits(exact, TEXTS))
@@ -134,7 +121,7 @@ def test_in_bfloat16_it_is_as_close_to_a_full_prefill_as_rounding_lets_it(name: 
 def test_chunks_from_a_coarse_store_are_computed_again_too(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, codec=Int8())
     engine = Engine(build("llama"), byte_tokenizer(), template=TEMPLATE, store=store)
-    found = engine.logits(QUESTION, TEXTS, policy=Behind())
+    found = engine.logits(QUESTION, TEXTS, policy=Picked(all_that_may_be))
     plain = plain_logits(engine, TEXTS)
     assert error(found, plain) < 0.1 * error(engine.logits(QUESTION, TEXTS), plain)
 
@@ -142,22 +129,23 @@ def test_chunks_from_a_coarse_store_are_computed_again_too(tmp_path: Path) -> No
 # ---------------------------------------------------------------------- what runs, what it costs
 @pytest.fixture
 def passes(engine: Engine) -> Iterator[dict[str, list[int]]]:
-    """Tokens that each part of the model was run on, pass by pass."""
+    """Tokens that each part of the model was run on, pass by pass, once chunks are stored."""
     decoder = engine.model.model
-    seen: dict[str, list[int]] = {"embedding": [], "last mlp": [], "second mlp": [], "head": []}
     parts = {
         "embedding": decoder.embed_tokens,
         "second mlp": decoder.layers[1].mlp,
         "last mlp": decoder.layers[-1].mlp,
         "head": engine.model.lm_head,
     }
+    seen: dict[str, list[int]] = {name: [] for name in parts}
 
-    def hook(name: str) -> Any:
-        return parts[name].register_forward_hook(
-            lambda _m, _i, out: seen[name].append(int(out.shape[-2]))
-        )
+    def noting(name: str) -> Callable[..., None]:
+        return lambda _module, _given, output: seen[name].append(int(output.shape[-2]))
 
-    hooks = [hook(name) for name in parts]
+    hooks = [part.register_forward_hook(noting(name)) for name, part in parts.items()]
+    engine.add(TEXTS)  # of a model with these hooks
+    for passed in seen.values():
+        passed.clear()
     yield seen
     for one in hooks:
         one.remove()
@@ -166,9 +154,6 @@ def passes(engine: Engine) -> Iterator[dict[str, list[int]]]:
 def test_one_pass_over_the_chosen_and_the_query_ends_at_the_last_keys(
     engine: Engine, passes: dict[str, list[int]]
 ) -> None:
-    engine.add(TEXTS)
-    for seen in passes.values():
-        seen.clear()
     metrics = engine.generate(QUESTION, TEXTS, policy=LegoLink(16), max_new_tokens=1).metrics
     assert metrics.recomputed_tokens == 32  # of two chunks behind the first
     assert metrics.query_tokens > 1
@@ -186,11 +171,7 @@ def test_one_pass_over_the_chosen_and_the_query_ends_at_the_last_keys(
 def test_the_signal_ends_before_the_attention_of_its_layer(
     engine: Engine, passes: dict[str, list[int]]
 ) -> None:
-    engine.add(TEXTS)
-    asked = Asking(lambda signals: [signals.deviation(1) for _ in range(3)])
-    asked.reads = ()
-    for seen in passes.values():
-        seen.clear()
+    asked = looking(lambda signals: [signals.deviation(1) for _ in range(3)])
     engine.generate(QUESTION, TEXTS, policy=asked, max_new_tokens=1)
     ids = engine.tokenize(QUESTION, TEXTS)
     # The signal, once for three questions, and the query over the stitched chunks.
@@ -212,21 +193,6 @@ def test_the_ratio_counts_all_chunk_tokens(engine: Engine) -> None:
         policy = CacheBlend(ratio)
         metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
         assert metrics.recomputed_tokens == round(ratio * sum(sizes))
-        metrics = engine.generate_batch([(QUESTION, TEXTS)], policy=policy, max_new_tokens=1)[
-            0
-        ].metrics
-        assert metrics.recomputed_tokens == round(ratio * sum(sizes))
-
-
-def test_top_breaks_ties_by_place() -> None:
-    prompt = StitchedPrompt.of(1, [2, 3, 2], 1)
-    allowed = candidates(prompt)
-    assert allowed.nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7]
-    scores = torch.tensor([9.0, 9.0, 9.0, 1.0, 2.0, 1.0, 2.0, 1.0])
-    assert top(scores, 3, allowed).nonzero()[:, 0].tolist() == [3, 4, 6]
-    assert top(scores, 99, allowed).equal(allowed)
-    assert not top(scores, 0, allowed).any()
-    assert share(0.5, prompt) == 4  # round half to even of 3.5
 
 
 # ---------------------------------------------------------------------- models that cannot
@@ -237,13 +203,10 @@ def test_a_model_without_positions_cannot_compute_single_tokens_again() -> None:
     adapter = access.adapter(engine)
     adapter.layout = replace(adapter.measured, by_place=False)
 
-    class Last(Behind):
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            return torch.arange(prompt.context_tokens) == prompt.context_tokens - 1
-
+    last = Picked(lambda prompt, _: torch.arange(n := prompt.context_tokens) == n - 1)
     for call in (engine.generate, engine.logits):
         with pytest.raises(UnsupportedModelError, match="cannot be told where a token stands"):
-            call(QUESTION, TEXTS[:1], policy=Last())
+            call(QUESTION, TEXTS[:1], policy=last)
 
 
 def test_attention_that_takes_no_mask_cannot_compute_single_tokens_again() -> None:
@@ -260,11 +223,8 @@ def test_attention_that_takes_no_mask_cannot_compute_single_tokens_again() -> No
 def test_learned_positions_are_no_obstacle_in_the_natural_place() -> None:
     engine = make_engine("gpt2")
 
-    class Odd(Behind):
-        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-            return torch.arange(prompt.context_tokens) % 2 == 1
-
-    found = engine.logits(QUESTION, TEXTS[:1], policy=Odd())
+    odd = Picked(lambda prompt, _: torch.arange(prompt.context_tokens) % 2 == 1)
+    found = engine.logits(QUESTION, TEXTS[:1], policy=odd)
     assert error(found, plain_logits(engine, TEXTS[:1])) < 1e-3
 
 
@@ -299,8 +259,10 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(type(access.runner(engine).loader), "load", loading)
     found: list[Tensor] = []
-    policy = Asking(
-        lambda signals: found.append(signals.relevance()), auxiliary=scorer if own else None
+    policy = looking(
+        lambda signals: found.append(signals.relevance()),
+        reads=("relevance",),
+        auxiliary=scorer if own else None,
     )
     # By text, by key alone, and by text again.
     engine.generate(QUESTION, [TEXTS[0], keys[1], TEXTS[2]], policy=policy, max_new_tokens=1)
@@ -314,25 +276,17 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
     assert found[0][: len(ids.prefix)].max() == found[0].min() == 0
 
 
-def test_what_goes_wrong_in_a_scorer_is_raised() -> None:
-    class Broken(Words):
-        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
-            raise RuntimeError("no weights")
-
-    class Short(Words):
-        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
-            return [torch.zeros(1) for _ in chunks]
-
-    class Fewer(Words):
-        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
-            return []
-
-    engine = make_engine("qwen2")
-    for scorer, kind, message in (
-        (Broken(), RuntimeError, "no weights"),
-        (Short(), InvalidInputError, "characters"),
-        (Fewer(), InvalidInputError, "0 scores for 3 chunks"),
-    ):
-        policy = Asking(lambda signals: signals.relevance(), auxiliary=scorer)
-        with pytest.raises(kind, match=message):
-            engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+@pytest.mark.parametrize(
+    ("found", "kind", "message"),
+    [
+        (RuntimeError("no weights"), RuntimeError, "no weights"),
+        ([torch.zeros(1)] * 3, InvalidInputError, "characters"),
+        ([], InvalidInputError, "0 scores for 3 chunks"),
+    ],
+)
+def test_what_goes_wrong_in_a_scorer_is_raised(found: Any, kind: Any, message: str) -> None:
+    scorer = Mock()
+    scorer.scores.side_effect = [found]
+    policy = looking(lambda asked: asked.relevance(), reads=("relevance",), auxiliary=scorer)
+    with pytest.raises(kind, match=message):
+        make_engine("qwen2").generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)

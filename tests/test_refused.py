@@ -13,6 +13,7 @@ from serve_fakes import MODEL, chat, client, settings
 from zoo import REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
+    Answer,
     BestFew,
     BestLast,
     Engine,
@@ -48,6 +49,26 @@ def best_of(texts: list[str]) -> list[str]:
     return [texts[index] for index in BestFew().plan(Retrieved(QUESTION, tuple(texts))).order]
 
 
+async def answers_alike(
+    engine: Engine, texts: list[str], full: Answer, first: list[str]
+) -> list[Answer]:
+    """Not a word, as warnings are errors here: in whichever way it is asked, it is the same answer.
+
+    Args:
+        full: By a full prefill.
+        first: What a batch asks beside it, answered by a full prefill too.
+    """
+    assert "".join(engine.stream(QUESTION, texts, max_new_tokens=4)) == full.text
+    assert (await engine.agenerate(QUESTION, texts, max_new_tokens=4)).text == full.text
+    batch = engine.generate_batch([(QUESTION, texts), (QUESTION, first)], max_new_tokens=4)
+    alone = engine.generate(QUESTION, first, policy=FullRecompute(), max_new_tokens=4)
+    if engine.model.config.model_type != "rwkv":  # whose batches are not what their rows are alone
+        assert [one.token_ids for one in batch] == [full.token_ids, alone.token_ids]
+    tenant = engine.in_namespace("other").generate(QUESTION, texts, max_new_tokens=4)
+    assert tenant.token_ids == full.token_ids
+    return [*batch, tenant]
+
+
 @pytest.mark.parametrize("name", IMMOVABLE)
 async def test_the_best_few_need_not_move(name: str) -> None:
     """Law: they are answered from as by a full prefill of them, the first out of the store."""
@@ -56,22 +77,15 @@ async def test_the_best_few_need_not_move(name: str) -> None:
     assert (engine.policy, engine.why_useless) == (BestFew(), "")
     assert few[0] == TEXTS[0]
     full = engine.generate(QUESTION, few, policy=FullRecompute(), max_new_tokens=4)
-    # Not a word: warnings are errors here.
     keys = engine.add(MORE)
     answer = engine.generate(QUESTION, MORE, max_new_tokens=4)
     assert answer.token_ids == full.token_ids
-    assert answer.metrics.policy == repr(BestFew())
     assert answer.metrics.reused_tokens == keys[1].tokens
     assert answer.metrics.prefilled_tokens == answer.metrics.misses == 0
     assert engine.needed(MORE, engine.policy, question=QUESTION) == keys[1:2]
-    assert "".join(engine.stream(QUESTION, MORE, max_new_tokens=4)) == full.text
-    assert (await engine.agenerate(QUESTION, MORE, max_new_tokens=4)).text == full.text
-    batch = engine.generate_batch([(QUESTION, MORE), (QUESTION, few[:1])], max_new_tokens=4)
-    alone = engine.generate(QUESTION, few[:1], policy=FullRecompute(), max_new_tokens=4)
-    assert [one.token_ids for one in batch] == [full.token_ids, alone.token_ids]
-    assert {one.metrics.policy for one in batch} == {repr(BestFew())}
-    tenant = engine.in_namespace("other").generate(QUESTION, MORE, max_new_tokens=4)
-    assert (tenant.token_ids, tenant.metrics.misses) == (full.token_ids, 1)
+    *others, tenant = await answers_alike(engine, MORE, full, few[:1])
+    assert {one.metrics.policy for one in (answer, *others, tenant)} == {repr(BestFew())}
+    assert tenant.metrics.misses == 1
     explained = engine.explain(QUESTION, MORE)
     assert {token.state for token in explained.tokens[: explained.spans[2].start]} == {"reused"}
     # What moves chunks is refused as before, and says what works.
@@ -79,59 +93,28 @@ async def test_the_best_few_need_not_move(name: str) -> None:
         engine.generate(QUESTION, MORE, policy=BestLast(0.2), max_new_tokens=1)
 
 
-@pytest.mark.parametrize("name", KEEPING_NOTHING)
-async def test_where_nothing_is_kept_the_best_few_are_prefilled_and_it_is_said_once(
-    name: str,
-) -> None:
-    engine, few = make_engine(name), best_of(MORE)
-    assert engine.policy == BestFew()
-    assert engine.why_useless == engine.refusal != ""
-    full = engine.generate(QUESTION, few, policy=FullRecompute(), max_new_tokens=4)
-    with pytest.warns(UserWarning, match=SAID) as said:
-        answer = engine.generate(QUESTION, MORE, max_new_tokens=4)
-    assert len(said) == 1
-    assert REFUSED[name][2] in str(said[0].message)
-    assert answer.token_ids == full.token_ids
-    metrics = answer.metrics
-    assert metrics.policy == repr(FullRecompute())
-    assert metrics.answered_from[0] == 1
-    assert metrics.unused_chunks == len(MORE) - len(few)
-    assert metrics.reused_tokens == engine.store.stats().puts == 0
-    # From now on not a word.
-    assert "".join(engine.stream(QUESTION, MORE, max_new_tokens=4)) == full.text
-    assert (await engine.agenerate(QUESTION, MORE, max_new_tokens=4)).text == full.text
-    asked: list[Any] = [(QUESTION, MORE), (QUESTION, few[:1]), (QUESTION, [])]
-    batch = engine.generate_batch(asked, max_new_tokens=4)
-    if name != "rwkv":  # whose batches in transformers are not what their rows are alone
-        assert batch[0].token_ids == full.token_ids
-    assert {token.state for token in engine.explain(QUESTION, MORE).tokens} == {"computed"}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_it_answers_by_full_prefill_and_says_so_once(name: str) -> None:
-    """Trained for blocks, so that plain reuse is what nobody insists on."""
-    engine = make_engine(name, trained=True)
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [*((name, True) for name in REFUSED), *((name, False) for name in KEEPING_NOTHING)],
+)
+async def test_it_answers_by_full_prefill_and_says_so_once(name: str, trained: bool) -> None:
+    """By that of all chunks in place of plain reuse, else of the best few."""
+    engine = make_engine(name, trained=trained)
+    texts, read = (TEXTS, TEXTS) if trained else (MORE, best_of(MORE))
     assert REFUSED[name][2] in engine.refusal
-    full = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=4)
+    assert engine.why_useless == engine.refusal
+    full = engine.generate(QUESTION, read, policy=FullRecompute(), max_new_tokens=4)
     with pytest.warns(UserWarning, match=SAID) as said:
-        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+        answer = engine.generate(QUESTION, texts, max_new_tokens=4)
     assert len(said) == 1
     assert REFUSED[name][2] in str(said[0].message)
     assert answer.token_ids == full.token_ids
     assert answer.metrics.policy == repr(FullRecompute())
+    assert answer.metrics.unused_chunks == len(texts) - len(read)
+    assert [texts[index] for index in answer.metrics.answered_from] == read
     assert answer.metrics.reused_tokens == engine.store.stats().puts == 0
-    # From now on not a word: warnings are errors here.
-    stream = engine.stream(QUESTION, TEXTS, max_new_tokens=4)
-    assert "".join(stream) == full.text
-    assert (await engine.agenerate(QUESTION, TEXTS, max_new_tokens=4)).text == full.text
-    batch = engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS[:1])], max_new_tokens=4)
-    alone = engine.generate(QUESTION, TEXTS[:1], policy=FullRecompute(), max_new_tokens=4)
-    if name != "rwkv":  # whose batches in transformers are not what their rows are alone
-        assert [one.token_ids for one in batch] == [full.token_ids, alone.token_ids]
-    tenant = engine.in_namespace("other").generate(QUESTION, TEXTS, max_new_tokens=4)
-    assert tenant.token_ids == full.token_ids
-    explained = engine.explain(QUESTION, TEXTS)
-    assert {token.state for token in explained.tokens} == {"computed"}
+    await answers_alike(engine, texts, full, read[:1])
+    assert {token.state for token in engine.explain(QUESTION, texts).tokens} == {"computed"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -158,13 +141,17 @@ def test_a_single_chunk_need_not_move(name: str) -> None:
     assert one.token_ids == full.token_ids
 
 
+def prefilled(engine: Engine) -> list[str | None]:
+    """Keys of what is stored as rows of these texts are written."""
+    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]  # no rows yet
+    return [one and one.key for one in prefilling.prefill(["a", "b"], TEXTS)]
+
+
 @pytest.mark.parametrize("name", IMMOVABLE)
 def test_chunks_that_stay_where_they_are_are_prefilled_at_ingestion(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
-    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]  # no rows yet
-    references = prefilling.prefill(["a", "b"], TEXTS)
     keys = engine.keys(TEXTS)
-    assert [one and one.key for one in references] == [key.digest for key in keys]
+    assert prefilled(engine) == [key.digest for key in keys]
     assert all(map(engine.store.contains, keys))
     metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
     assert (metrics.misses, metrics.hits) == (0, {"memory": 1})
@@ -182,11 +169,10 @@ NOBODY: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "options"), NOBODY, ids=str)
 def test_nothing_is_stored_that_nobody_could_use(name: str, options: dict[str, Any]) -> None:
     engine = make_engine(name, store=MemoryStore(), **options)
-    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]  # no rows yet
     with pytest.warns(UserWarning, match=SAID) as said:
-        assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
+        assert prefilled(engine) == [None, None]
     assert len(said) == 1
-    assert prefilling.prefill(["a", "b"], TEXTS) == [None, None]
+    assert prefilled(engine) == [None, None]
     assert engine.store.stats().puts == 0
 
 
@@ -207,29 +193,28 @@ def test_other_models_have_nothing_to_say() -> None:
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.reused_tokens > 0
 
 
-async def test_a_server_reuses_what_need_not_move() -> None:
-    backend = LocalBackend(make_engine("gpt2"), name=MODEL)
+async def posted(engine: Engine, *more: dict[str, Any]) -> list[Any]:
+    """What a server replies to one question with each of these beside it."""
+    backend = LocalBackend(engine, name=MODEL)
     body = chat(QUESTION, documents=TEXTS, max_tokens=4)
     async with client(build_app(backend, settings())) as http:
-        replies = [await http.post("/v1/chat/completions", json=body) for _ in range(2)]
+        replies = [await http.post("/v1/chat/completions", json={**body, **one}) for one in more]
     await backend.close()
-    said = [reply.json()["kvcache"] for reply in replies]
+    return replies
+
+
+async def test_a_server_reuses_what_need_not_move() -> None:
+    said = [reply.json()["kvcache"] for reply in await posted(make_engine("gpt2"), {}, {})]
     assert [one["policy"] for one in said] == [repr(BestFew())] * 2
     assert said[1]["reused_tokens"] > 0
 
 
 @pytest.mark.parametrize(("name", "trained"), [("gpt2", True), ("recurrent_gemma", False)])
 async def test_a_server_answers_too(name: str, trained: bool) -> None:
-    backend = LocalBackend(make_engine(name, trained=trained), name=MODEL)
-    body = chat(QUESTION, documents=TEXTS, max_tokens=4)
-    async with client(build_app(backend, settings())) as http:
-        with pytest.warns(UserWarning, match=SAID) as said:
-            replies = [await http.post("/v1/chat/completions", json=body)]
-        replies.append(await http.post("/v1/chat/completions", json=body))
-        insisting = {**body, "kvcache": {"policy": "reuse"}}
-        refused = await http.post("/v1/chat/completions", json=insisting)
-    await backend.close()
-    assert len(said) == 1
+    insisting = {"kvcache": {"policy": "reuse"}}
+    with pytest.warns(UserWarning, match=SAID) as said:
+        *replies, refused = await posted(make_engine(name, trained=trained), {}, {}, insisting)
+    assert sum(SAID in str(one.message) for one in said) == 1
     for reply in replies:
         assert reply.status_code == 200, reply.text
         assert reply.json()["kvcache"]["policy"] == "FullRecompute()"

@@ -77,23 +77,16 @@ def test_law_3_long_prompts_are_those_of_the_model_by_itself(scheme: Any) -> Non
     assert error(expected, full) > 10 * TOLERANCE
 
 
-def test_law_8_answers_streams_and_batches_of_both_lengths() -> None:
+@pytest.mark.parametrize("policy", [Reuse(), LegoLink(3)], ids=repr)
+def test_law_8_answers_streams_and_batches_of_both_lengths(policy: Any) -> None:
     engine = make_engine("llama longrope", context_window=2048)
     questions = [(QUESTION, TEXTS), ("What is it that they saw there?", SHORT), ("x", [])]
-    for policy in (Reuse(), LegoLink(3)):
-        singles = [
-            engine.generate(q, c, policy=policy, max_new_tokens=6, repetition_penalty=1.1)
-            for q, c in questions
-        ]
-        batch = engine.generate_batch(
-            questions, policy=policy, max_new_tokens=6, repetition_penalty=1.1
-        )
-        assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
-        for (question, chunks), single in zip(questions, singles, strict=True):
-            stream = engine.stream(
-                question, chunks, policy=policy, max_new_tokens=6, repetition_penalty=1.1
-            )
-            assert "".join(stream) == single.text
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 6, "repetition_penalty": 1.1}
+    batch = engine.generate_batch(questions, **options)
+    for asked, answer in zip(questions, batch, strict=True):
+        single = engine.generate(*asked, **options)
+        assert answer.token_ids == single.token_ids
+        assert "".join(engine.stream(*asked, **options)) == single.text
 
 
 def test_short_prompts_have_the_frequencies_of_long_ones_too() -> None:
@@ -125,14 +118,10 @@ def test_rotating_keys_from_one_set_to_the_other_would_not_do() -> None:
         model.forward(ids[None], cache, torch.arange(first, first + len(ids)))
         return [kept[1] for kept in layer_tensors(cache) if kept is not None]
 
-    def off(one: list[Tensor], other: list[Tensor]) -> list[float]:
-        pairs = zip(one, other, strict=True)
-        return [float((a - b).abs().max() / b.std()) for a, b in pairs]
-
     short, long = values(0), values(2 * ORIGINAL)
-    assert max(off(long, values(3 * ORIGINAL))) < TOLERANCE
-    assert max(off(short, values(20))) < TOLERANCE
-    first, *deeper = off(short, long)
+    assert max(map(error, long, values(3 * ORIGINAL))) < TOLERANCE
+    assert max(map(error, short, values(20))) < TOLERANCE
+    first, *deeper = map(error, short, long)
     assert first < TOLERANCE  # nothing was attended to before it
     assert min(deeper) > 100 * TOLERANCE
 

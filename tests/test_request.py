@@ -145,7 +145,7 @@ def test_a_chunk_that_was_measured_anew_is_missed_for_its_other_text(small: Engi
     assert [one.reason for one in missed if one.chunk == 0] == ["other text"]
 
 
-def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
+def test_refine_reads_every_chunk_and_streams_the_last_round_only(small: Engine) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "refine"}
     answer = small.generate("Who?", texts(6), **options)
     metrics = answer.metrics
@@ -153,26 +153,25 @@ def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
     assert metrics.dropped_chunks == 0
     assert metrics.reused_tokens + metrics.prefilled_tokens == 6 * CHUNK
     assert sum(metrics.hits.values()) + metrics.misses == 6
-    assert metrics.ttft >= metrics.load + metrics.stitch + metrics.prefill
-    assert metrics.total >= metrics.ttft
-    again = small.generate("Who?", texts(6), **options)
-    assert again.text == answer.text
+    assert metrics.total >= metrics.ttft >= metrics.load + metrics.stitch + metrics.prefill
+    again = small.stream("Who?", texts(6), **options)
+    assert "".join(again) == again.text == answer.text
+    assert again.metrics.rounds == metrics.rounds
     assert (again.metrics.reused_tokens, again.metrics.misses) == (6 * CHUNK, 0)
 
 
 def test_each_round_of_refine_is_a_prompt_of_its_own(
     small: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answerer = access.runner(small)
     seen: list[Any] = []
-    answers = answerer.answers
+    answers = access.runner(small).answers
 
     def watched(prompts: Any, *rest: Any) -> Any:
         found = answers(prompts, *rest)
         seen.extend(zip(prompts, found, strict=True))
         return found
 
-    monkeypatch.setattr(answerer, "answers", watched)
+    monkeypatch.setattr(access.runner(small), "answers", watched)
     final = small.generate("Who?", texts(6), max_new_tokens=NEW, overflow="refine")
     assert final.metrics.rounds == len(seen)
     decoded = [small.tokenizer.decode(list(prompt.query)) for prompt, _ in seen]
@@ -183,13 +182,6 @@ def test_each_round_of_refine_is_a_prompt_of_its_own(
     for name in ("query_tokens", "generated_tokens", "reused_tokens", "misses", "prompt_tokens"):
         parts = [getattr(answer.metrics, name) for _, answer in seen]
         assert getattr(final.metrics, name) == sum(parts), name
-
-
-def test_refine_streams_the_last_round_only(small: Engine) -> None:
-    options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "refine"}
-    stream = small.stream("Who?", texts(6), **options)
-    assert "".join(stream) == stream.text == small.generate("Who?", texts(6), **options).text
-    assert stream.metrics.rounds >= 3
 
 
 def test_a_batch_has_no_rounds(small: Engine) -> None:
@@ -240,12 +232,6 @@ def test_drop_lowest_goes_by_score_where_the_order_says_nothing() -> None:
     assert kept == [[0, 2, 3]]
 
 
-def test_scores_need_one_per_chunk() -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidInputError, match="1 scores for 2 chunks"):
-        engine.generate("Who?", ["one", "two"], scores=[0.5], max_new_tokens=1)
-
-
 class Forced:
     """A logits processor that lets nothing but these tokens be said, one after the other."""
 
@@ -263,14 +249,9 @@ def test_an_answer_ends_before_a_marker_of_documents(plain: bool) -> None:
     said = "".join(map(chr, range(97, 123)))
     engine = Engine(build("llama"), byte_tokenizer(), template=PromptTemplate(system="Read.\n"))
     ids = engine.tokenize_text(f"{said}\nDocument: more")
-    bos = byte_tokenizer().bos_token_id
-    forced = [token for token in ids if token != bos]
-
-    options = {
-        "max_new_tokens": len(forced),
-        "logits_processor": [Forced(forced)],
-        "policy": Reuse(),
-    }
+    forced = [token for token in ids if token != byte_tokenizer().bos_token_id]
+    options: dict[str, Any] = {"max_new_tokens": len(forced), "policy": Reuse()}
+    options["logits_processor"] = [Forced(forced)]
     if plain:
         answer = engine.generate("Who?", ["It is.", "It was."], **options)
         assert (answer.text, answer.finish_reason) == (said, "stop")
@@ -317,18 +298,17 @@ def test_law_references_that_say_too_little_are_treated_as_overflow_says(
     rows = [StoredChunk(replace(key, tokens=1), text=text) for key, text in pairs]
     options = {"overflow": overflow, "max_new_tokens": NEW, "policy": policy}
 
-    def streamed(*asked: Any, **options: Any) -> str:
-        return "".join(engine.stream(*asked, **options))
-
+    both = [("Which?", rows), ("Who?", texts[:1])]
     if overflow == "error":
-        for ask in (engine.generate, streamed):
+        for ask in (
+            lambda: engine.generate("Which?", rows, **options),
+            lambda: "".join(engine.stream("Which?", rows, **options)),
+            lambda: engine.logits("Which?", rows, policy=policy),
+            lambda: engine.explain("Which?", rows, policy=policy),
+            lambda: engine.generate_batch(both, **options),
+        ):
             with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
-                ask("Which?", rows, **options)
-        for ask in (engine.logits, engine.explain):
-            with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
-                ask("Which?", rows, policy=policy)
-        with pytest.raises(ContextTooLongError, match=r"the chunks have \d+ tokens"):
-            engine.generate_batch([("Which?", rows), ("Who?", texts[:1])], **options)
+                ask()
         return
     engine.generate("Which?", texts, **options)  # combinations are computed now
     expected = engine.generate("Which?", texts, **options)
@@ -340,8 +320,7 @@ def test_law_references_that_say_too_little_are_treated_as_overflow_says(
         for name in ("prompt_tokens", "rounds", "dropped_chunks", "prefilled_tokens"):
             assert getattr(metrics, name) == getattr(expected.metrics, name)
     if overflow == "drop_lowest":
-        batch = engine.generate_batch([("Which?", rows), ("Who?", texts[:1])], **options)
-        assert batch[0].token_ids == expected.token_ids
+        assert engine.generate_batch(both, **options)[0].token_ids == expected.token_ids
 
 
 # ---------------------------------------------------------------------- what is answered from
@@ -456,26 +435,21 @@ def test_what_is_not_answered_from_is_neither_read_nor_looked_up(
     engine = make_engine()
     keys = engine.add(texts(4))
     rows = [StoredChunk(key, text) for key, text in zip(keys, texts(4), strict=True)]
-    encoded: list[str] = []
-    looked_up: list[str] = []
-    chunk_ids = type(access.renderer(engine)).chunk_ids
-    contains, get = MemoryStore.contains, MemoryStore.get
+    encoded: list[Any] = []
+    looked_up: list[Any] = []
 
-    def reading(self: Any, text: str) -> Any:
-        encoded.append(text)
-        return chunk_ids(self, text)
+    def watch(owner: Any, name: str, seen: list[Any]) -> None:
+        real = getattr(owner, name)
 
-    def containing(self: Any, key: Any) -> Any:
-        looked_up.append(key)
-        return contains(self, key)
+        def watched(self: Any, asked: Any, *more: Any, **options: Any) -> Any:
+            seen.append(asked)
+            return real(self, asked, *more, **options)
 
-    def getting(self: Any, key: Any, *more: Any, **options: Any) -> Any:
-        looked_up.append(key)
-        return get(self, key, *more, **options)
+        monkeypatch.setattr(owner, name, watched)
 
-    monkeypatch.setattr(type(access.renderer(engine)), "chunk_ids", reading)
-    monkeypatch.setattr(MemoryStore, "contains", containing)
-    monkeypatch.setattr(MemoryStore, "get", getting)
+    watch(type(access.renderer(engine)), "chunk_ids", encoded)
+    watch(MemoryStore, "contains", looked_up)
+    watch(MemoryStore, "get", looked_up)
     for mode in ("error", "drop_lowest"):
         for chunks in (rows, texts(4), keys):
             engine.generate("Who?", chunks, **few(2, overflow=mode))
@@ -527,21 +501,41 @@ def test_one_chunk_is_needed_by_words_and_scores() -> None:
     assert not engine.store.contains(keys[2])
 
 
-def test_what_is_explained_is_what_is_answered(small: Engine) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("scores", [None, (1.0, 3.0, 2.0, 0.0, 0.5, 0.1)])
+def test_what_is_explained_is_what_is_answered(small: Engine, count: int, scores: Any) -> None:
     chunks = texts(6)
-    for options in ({}, {"scores": (1.0, 3.0, 2.0, 0.0, 0.5, 0.1)}):
-        for count in (1, 2, 3):
-            policy = BestFew(count)
-            metrics = small.generate("Who?", chunks, **few(count, **options)).metrics
-            told = small.explain("Who?", chunks, policy=policy, **options)
-            assert told.policy == metrics.policy == repr(policy)
-            chosen = [chunks[index] for index in metrics.answered_from]
-            ids = small.tokenize("Who?", chosen)
-            assert tuple(token.id for token in told.tokens) == tuple(ids.all)
-            assert metrics.prompt_tokens == len(ids.all) == len(told.tokens)
-            again = small.generate("Who?", chunks, **few(count, **options)).metrics
-            for name in ("reused_tokens", "fresh_tokens", "query_tokens", "recomputed_tokens"):
-                assert getattr(again, name) == getattr(told, name), name
-            kinds = [span.kind for span in told.spans]
-            assert kinds == ["prefix", *["chunk"] * count, "query"]
-            assert [bool(span.tier) for span in told.spans[1:-1]] == [True, *[False] * (count - 1)]
+    for _ in range(2):  # by the second time all chunks are there
+        metrics = small.generate("Who?", chunks, **few(count, scores=scores)).metrics
+    told = small.explain("Who?", chunks, policy=BestFew(count), scores=scores)
+    ids = small.tokenize("Who?", [chunks[index] for index in metrics.answered_from])
+    assert tuple(token.id for token in told.tokens) == tuple(ids.all)
+    for name in ("policy", "reused_tokens", "fresh_tokens", "query_tokens", "recomputed_tokens"):
+        assert getattr(metrics, name) == getattr(told, name), name
+    assert [span.kind for span in told.spans] == ["prefix", *["chunk"] * count, "query"]
+    assert [bool(span.tier) for span in told.spans[1:-1]] == [True, *[False] * (count - 1)]
+
+
+# ---------------------------------------------------------------------- rounds that are too small
+def test_refine_whose_later_rounds_have_no_room_says_so() -> None:
+    wordy = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+    engine = Engine(build("qwen2"), byte_tokenizer(), template=wordy, context_window=120)
+    asked, chunks = "What is it they saw?", ["a" * 20] * 3
+    with pytest.raises(ContextTooLongError, match=r"a later round, .* is \d+ tokens over"):
+        engine.generate(asked, chunks, max_new_tokens=20, overflow="refine")
+
+
+def test_refine_never_exceeds_the_window(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+    answers = access.runner(small).answers
+
+    def watched(prompts: Any, *rest: Any) -> Any:
+        (prompt,), (answer,) = prompts, answers(prompts, *rest)
+        parts = (access.renderer(small).prefix_ids, *prompt.chunks, prompt.query)
+        longest.append(sum(map(len, parts)) + prompt.request.max_new_tokens)
+        return [replace(answer, text="\ufffd" * NEW)]  # tokens that decode to three each
+
+    monkeypatch.setattr(access.runner(small), "answers", watched)
+    small.generate("Who?", ["a" * 30] * 9, max_new_tokens=NEW, overflow="refine")
+    assert len(longest) > 2
+    assert max(longest) <= small.context_window

@@ -182,53 +182,35 @@ def test_strided_views_are_turned_in_place_and_nothing_beside_them(
     rotation: Rotation, dtype: torch.dtype
 ) -> None:
     buffer = torch.randn(3, 2, 2, 4, 30, WIDTH).to(dtype)
-    before = buffer.clone()
-    view = buffer[:, 0, 1, :, 11:18, :]
-    assert not view.is_contiguous()
+    wanted, places = buffer.clone(), (slice(None), 0, 1, slice(None), slice(11, 18))
     old, new = torch.arange(7) + 4, torch.arange(7) + 500
-    cos, sin = angle_table(frequencies(rotation), old, new)
-    expected = rotate(view, rotation, frequencies(rotation), old, new)
-    assert torch.equal(view, before[:, 0, 1, :, 11:18, :]), "the plain form must not write"
-    returned = rotate_(view, rotation, cos, sin)
-    assert returned.data_ptr() == view.data_ptr()
-    assert torch.equal(buffer[:, 0, 1, :, 11:18, :], expected)
-    buffer[:, 0, 1, :, 11:18, :] = before[:, 0, 1, :, 11:18, :]
-    assert torch.equal(buffer, before)
+    angles = angle_table(frequencies(rotation), old, new)
+    wanted[places] = rotate(buffer[places], rotation, frequencies(rotation), old, new)
+    view = buffer[places]
+    assert rotate_(view, rotation, *angles).data_ptr() == view.data_ptr()
+    assert torch.equal(buffer, wanted)
 
 
-def _plainly(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
-    """Column by column, all layers at once: the specification of `rotate_`."""
-    start, dim = rotation.start, rotation.dim
-    turned = keys[..., start : start + dim]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rotation", [*TURNING, Rotation("half", 3, 8, 0, True)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 7, 16), (2, 7, 16), (7, 16), (2, 3, 2, 7, 16)])
+def test_turning_layer_by_layer_changes_no_bit(
+    dtype: torch.dtype, rotation: Rotation, shape: tuple[int, ...]
+) -> None:
+    cos, sin = angle_table(frequencies(rotation), torch.arange(7), torch.arange(7) * 11 + 5)
+    keys = (torch.randn(shape) * 3).to(dtype)
+    found, half = rotate_(keys.clone(), rotation, cos, sin), rotation.dim // 2
+    turned = keys[..., rotation.start : rotation.start + rotation.dim]
     if rotation.style == "half":
-        left, right = turned[..., : dim // 2], turned[..., dim // 2 :]
+        left, right = turned[..., :half], turned[..., half:]
     else:
         left, right = turned[..., 0::2], turned[..., 1::2]
     signed = -sin if rotation.reverse else sin
     a, b = left.float(), right.float()
-    moved_left, moved_right = a * cos - b * signed, b * cos + a * signed
-    left.copy_(moved_left)
-    right.copy_(moved_right)
-    return keys
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(
-    ("style", "start", "dim"),
-    [("half", 0, 16), ("half", 3, 8), ("interleaved", 0, 16), ("interleaved", 2, 8)],
-)
-@pytest.mark.parametrize("shape", [(3, 2, 7, 16), (2, 7, 16), (7, 16), (2, 3, 2, 7, 16)])
-def test_turning_layer_by_layer_changes_no_bit(
-    dtype: torch.dtype, reverse: bool, style: Any, start: int, dim: int, shape: tuple[int, ...]
-) -> None:
-    rotation = Rotation(style, start, dim, 0, reverse)
-    inv_freq = 1e4 ** -(torch.arange(dim // 2) / (dim // 2))
-    cos, sin = angle_table(inv_freq, torch.arange(7), torch.arange(7) * 11 + 5)
-    keys = (torch.randn(shape) * 3).to(dtype)
-    assert torch.equal(
-        rotate_(keys.clone(), rotation, cos, sin), _plainly(keys.clone(), rotation, cos, sin)
-    )
+    moved = a * cos - b * signed, b * cos + a * signed
+    for part, wanted in zip((left, right), moved, strict=True):
+        part.copy_(wanted)
+    assert torch.equal(found, keys)
 
 
 def test_frequencies_of_the_wrong_length_are_refused() -> None:

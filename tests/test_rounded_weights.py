@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_rag.models import few_rows, linears, rounded_weights
-from kvcache_rag.models.linears import Int4Linear, Int8Linear
+from kvcache_rag.models.linears import Int4Linear, Int8Linear, PrepackedLinear
 
 BF16 = torch.bfloat16
 BITS = {Int8Linear: 8, Int4Linear: 4}
@@ -20,6 +20,17 @@ needs_kernel = pytest.mark.skipif(
     rounded_weights.library() is None, reason="no compiled kernel, or no CPU with AVX-512 for it"
 )
 both = pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+every = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            PrepackedLinear,
+            marks=pytest.mark.skipif(few_rows.library() is None, reason="no compiled kernel"),
+        ),
+        Int8Linear,
+        Int4Linear,
+    ],
+)
 
 
 def _layer(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
@@ -77,7 +88,7 @@ def test_no_weight_differs_and_none_is_kept_twice(kind: Any) -> None:
 
 
 @needs_kernel
-@both
+@every
 def test_a_row_does_not_depend_on_the_others(kind: Any) -> None:
     form = kind.of(_layer(256, 192))
     given = torch.randn(few_rows.MOST, 256).to(BF16)
@@ -89,7 +100,7 @@ def test_a_row_does_not_depend_on_the_others(kind: Any) -> None:
 
 
 @needs_kernel
-@both
+@every
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_threads_share_the_outputs(kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     form, given = kind.of(_layer(256, 448)), torch.randn(rows, 256).to(BF16)
@@ -136,10 +147,10 @@ def test_what_it_cannot_take_is_left_to_torch(kind: Any) -> None:
 
 
 @needs_kernel
-@both
+@every
 @pytest.mark.parametrize("rows", [1, 100])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])
-def test_a_copy_multiplies_where_there_is_no_kernel(
+def test_a_copy_outlives_what_it_was_made_of(
     kind: Any, copied: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form, given = kind.of(_layer(256, 192)), torch.randn(rows, 256).to(BF16)
@@ -147,7 +158,7 @@ def test_a_copy_multiplies_where_there_is_no_kernel(
     del form
     assert torch.equal(other(given), expected)
     monkeypatch.setattr(rounded_weights, "library", lambda: None)
-    assert torch.allclose(other(given), expected, rtol=0.01, atol=0.02)
+    assert torch.allclose(other(given), expected, rtol=0.01, atol=0.02), "without the kernel, too"
 
 
 @needs_kernel

@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 SCORES = (0.1, -2.0, 0.7)
 MOVED = [TEXTS[2], *TEXTS[:2]]
 OTHERS: list[ReusePolicy] = [
-    Reuse(),
-    Reuse("composite"),
-    FullRecompute(),
-    Combination(),
-    LegoLink(2),
-    CacheBlend(0.3),
-    Ape(0.9, 1.0),
+    *(Reuse(), Reuse("composite"), FullRecompute(), Combination()),
+    *(LegoLink(2), CacheBlend(0.3), Ape(0.9, 1.0)),
 ]
 
 
@@ -145,12 +140,10 @@ def test_a_later_step_found_what_is_better(steps: Any, ranked: str) -> None:
 
 def test_one_step_has_its_own_scores_or_none() -> None:
     assert scores_by_step([[("a", 0.1), ("b", 7)], []]) == {"a": 0.1, "b": 7.0}
+    equal = scores_by_step([[("a", 2), ("b", 2)], [("c", 1)]])
+    assert equal == {"a": 0.0, "b": 0.0, "c": 1.0}
     for steps in ([], [[]], [[("a", 0.1), ("b", None)]]):
         assert scores_by_step(steps) is None
-
-
-def test_equal_scores_of_one_step_stay_equal() -> None:
-    assert scores_by_step([[("a", 2), ("b", 2)], [("c", 1)]]) == {"a": 0.0, "b": 0.0, "c": 1.0}
 
 
 # ---------------------------------------------------------------------- what is made ahead

@@ -180,30 +180,34 @@ def test_a_truth_is_no_number(name: str, tmp_path: Path) -> None:
         ServerSettings.of(None, file)
 
 
-def test_an_unknown_setting_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_setting_is_one_sentence() -> None:
     with pytest.raises(InvalidInputError, match=r"kv_dri is no setting of .*did you mean kv_dir"):
         LocalSettings(kv_dri="kv")
-    for name, text in (
-        ("s.yaml", "kv_dri: kv\n"),
-        ("s.toml", 'kv_dri = "kv"\n'),
-        ("s.json", '{"kv_dri": "kv"}'),
-    ):
-        (tmp_path / name).write_text(text)
-        assert main(["serve", "tiny", "--config", str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert f"kv_dri is no setting of {tmp_path / name}; did you mean kv_dir?" in said
-        assert said.count("\n") == 1
-    for name, text in (("b.yaml", "a: [\n"), ("l.yaml", "- a\n"), ("b.json", "{")):
-        (tmp_path / name).write_text(text)
-        assert main(["serve", "tiny", "--config", str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert "cannot be read as names and values of settings" in said
-        assert said.count("\n") == 1
-    for name in ("none.yaml", "none.ini"):
-        assert main(["serve", "--config", name]) == 2
-        assert "name a .yaml, .toml or .json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("s.yaml", "kv_dri: kv\n", "kv_dri is no setting of {}; did you mean kv_dir?"),
+        ("s.toml", 'kv_dri = "kv"\n', "kv_dri is no setting of {}; did you mean kv_dir?"),
+        ("s.json", '{"kv_dri": "kv"}', "kv_dri is no setting of {}; did you mean kv_dir?"),
+        ("b.yaml", "a: [\n", "{} cannot be read as names and values of settings"),
+        ("l.yaml", "- a\n", "{} cannot be read as names and values of settings"),
+        ("b.json", "{", "{} cannot be read as names and values of settings"),
+        ("text.ini", "", "name a .yaml, .toml or .json"),
+        ("none/none.yaml", None, "name a .yaml, .toml or .json"),
+    ],
+)
+def test_a_file_of_no_use_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    assert main(["serve", "tiny", "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert message.format(file) in said
+    assert said.count("\n") == 1
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -224,41 +228,51 @@ def test_help_of_all_commands_loads_no_settings() -> None:
     assert done.stderr.strip() == ""
 
 
-def test_a_path_may_begin_with_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home folder; the working folder is another one, which is empty."""
     home, here = tmp_path / "home", tmp_path / "here"
-    for folder in (home / "texts", here):
-        folder.mkdir(parents=True)
+    home.mkdir()
+    here.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(here)
+    return home
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(LocalSettings, ServerSettings, BuildSettings),
+        lambda **said: ChatKVCache(model="tiny", **said),
+        lambda **said: KVCacheLLM(model_name="tiny", **said),
+    ],
+    ids=["local", "server", "build", "langchain", "llama-index"],
+)
+def test_a_setting_may_begin_with_the_home_folder(home: Path, way: Callable[..., Any]) -> None:
+    for name in ("kv_dir", "signing_key", "gate", "auxiliary", "adapter"):
+        if name not in ("gate", "auxiliary") or way is not BuildSettings:
+            for said in ("~/x", Path("~/x")):
+                place: dict[str, Any] = {"kv_dir": "kv", name: said}
+                assert getattr(way(**place), name) == f"{home}/x", name
+
+
+def test_whatever_opens_a_path_knows_the_home_folder(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "texts").mkdir()
     (home / "texts" / "a.txt").write_text("The cat sat on the mat.")
     (home / "c.jsonl").write_text('{"text": "a"}\n')
     (home / "server.yaml").write_text("kv_dir: ~/kv\napi_keys: ~/keys\n")
     (home / "prompt_template.json").write_text('{"system": "Read this.\\n"}')
-    key = home / "key"
-    key.write_text("k" * 40)
-    key.chmod(0o600)
+    (home / "key").write_text("k" * 40)
+    (home / "key").chmod(0o600)
 
-    ways: tuple[Callable[..., Any], ...] = (
-        *(LocalSettings, ServerSettings, BuildSettings),
-        lambda **said: ChatKVCache(model="tiny", **said),
-        lambda **said: KVCacheLLM(model_name="tiny", **said),
-    )
-    for way in ways:
-        for name in ("kv_dir", "signing_key", "gate", "auxiliary", "adapter"):
-            if name not in ("gate", "auxiliary") or way is not BuildSettings:
-                place: dict[str, Any] = {"kv_dir": "kv", name: "~/x"}
-                assert getattr(way(**place), name) == f"{home}/x", (way, name)
-                assert getattr(way(**{**place, name: Path("~/x")}), name) == f"{home}/x"
     assert LocalSettings(template="~").template == PromptTemplate(system="Read this.\n")
     served = ServerSettings.of(None, "~/server.yaml")
     assert (served.kv_dir, served.api_keys) == (f"{home}/kv", home / "keys")
     front = ServerSettings(backend="vllm", base_url=("http://a",), backend_key="~/k")
     assert front.backend_key == f"{home}/k"
-
-    store = DiskStore("~/kv", signing_key=Path("~/key"))
-    assert store.root == home / "kv"
+    assert DiskStore("~/kv", signing_key=Path("~/key")).root == home / "kv"
     llm = KVCacheLLM(model_name="tiny")
     llm.keep_in("~/kv")
     assert llm.kv_dir == f"{home}/kv"
@@ -278,4 +292,4 @@ def test_a_path_may_begin_with_the_home_folder(
     assert main(["bench", "tiny", "--corpus=~/none"]) == 2
     assert str(home) in capsys.readouterr().err
     assert {*os.listdir(home)} >= {"lc", "chroma", "kv", "built.json", "keys"}
-    assert os.listdir(here) == []
+    assert os.listdir(Path.cwd()) == []

@@ -1,4 +1,4 @@
-"""Every store keeps the contract; what is particular to memory and to tiers."""
+"""Every store keeps the contract; what is particular to memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import access
 import pytest
 import torch
 
-from kvcache_rag.codecs import Int8
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
-from tests.contracts import LAYOUT, StoreContract, empty_chunk, flat, key_of, make_chunk, same
+from tests.contracts import LAYOUT, StoreContract, flat, key_of, make_chunk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,17 +27,25 @@ class TestMemoryStore(StoreContract):
         return {key.digest for key in access.chunks(store)}
 
 
-class TestDiskStore(StoreContract):
-    def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
-        return DiskStore(path, max_bytes=max_bytes, durable=False)
+class FolderContract(StoreContract):
+    """What a store in a folder adds: its files have times, and can be looked for."""
+
+    def root(self, store: ChunkStore) -> Path:
+        assert isinstance(store, DiskStore)
+        return store.root
 
     def age(self, store: ChunkStore, seconds: float) -> None:
-        for path in store.root.rglob("*"):
+        for path in self.root(store).rglob("*"):
             status = path.stat()
             os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
 
     def held(self, store: ChunkStore) -> set[str]:
-        return {path.stem for path in store.root.rglob("*.safetensors")}
+        return {path.stem for path in self.root(store).rglob("*.safetensors")}
+
+
+class TestDiskStore(FolderContract):
+    def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
+        return DiskStore(path, max_bytes=max_bytes, durable=False)
 
 
 class TestTieredStore(StoreContract):
@@ -51,9 +58,6 @@ class TestTieredStore(StoreContract):
 
     def held(self, store: ChunkStore) -> set[str]:
         return TestMemoryStore().held(store.tiers[0]) | TestDiskStore().held(store.tiers[1])
-
-
-# Memory.
 
 
 def test_memory_gives_the_kept_chunk_itself() -> None:
@@ -72,109 +76,6 @@ def test_memory_drops_a_chunk_of_another_layout() -> None:
         store.get(key_of(chunk), other)
     assert not store.contains(key_of(chunk))
     assert store.stats().corrupt == 1
-
-
-# Tiers.
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> tuple[MemoryStore, DiskStore, TieredStore]:
-    memory, disk = MemoryStore(), DiskStore(tmp_path, durable=False)
-    return memory, disk, TieredStore(memory, disk)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_hit_below_is_promoted(
-    tiers: tuple[MemoryStore, DiskStore, TieredStore], in_place: bool
-) -> None:
-    memory, disk, both = tiers
-    chunk = make_chunk()
-    key = key_of(chunk)
-    disk.put(key, chunk)
-    out = empty_chunk(16) if in_place else None
-    assert both.get(key, LAYOUT, out).tier == "disk"
-    for tensor in flat(out) if out else []:
-        tensor.zero_()  # the promoted copy is not the caller's memory
-    hit = both.get(key, LAYOUT)
-    assert hit.tier == "memory"
-    assert same(hit.chunk, chunk)
-    assert both.stats().hits == {"memory": 1, "disk": 1}
-    assert (memory.stats().puts, both.stats().puts) == (1, 0)
-
-
-def test_a_hit_above_counts_as_use_below(
-    tiers: tuple[MemoryStore, DiskStore, TieredStore],
-) -> None:
-    _, disk, both = tiers
-    chunk = make_chunk()
-    both.put(key_of(chunk), chunk)
-    os.utime(disk.path(key_of(chunk)), (1, 1))
-    assert both.get(key_of(chunk), LAYOUT).tier == "memory"
-    assert disk.path(key_of(chunk)).stat().st_mtime > 1
-    os.utime(disk.path(key_of(chunk)), (1, 1))
-    both.touch(key_of(chunk))
-    assert disk.path(key_of(chunk)).stat().st_mtime > 1
-
-
-def test_put_writes_to_every_tier(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
-    memory, disk, both = tiers
-    chunk = make_chunk()
-    assert both.put(key_of(chunk), chunk)
-    assert memory.contains(key_of(chunk))
-    assert disk.contains(key_of(chunk))
-    assert both.delete(key_of(chunk))
-    assert not memory.contains(key_of(chunk))
-    assert not disk.contains(key_of(chunk))
-
-
-def test_a_chunk_that_only_one_tier_keeps_is_kept(tmp_path: Path) -> None:
-    chunk = make_chunk()
-    small_memory = TieredStore(MemoryStore(0), DiskStore(tmp_path / "a", durable=False))
-    assert small_memory.put(key_of(chunk), chunk)
-    assert small_memory.get(key_of(chunk), LAYOUT).tier == "disk"
-    assert small_memory.stats().put_failures == 0
-    small_disk = TieredStore(MemoryStore(), DiskStore(tmp_path / "b", durable=False, max_bytes=1))
-    assert small_disk.put(key_of(chunk), chunk)
-    assert small_disk.get(key_of(chunk), LAYOUT).tier == "memory"
-    assert small_disk.stats().put_failures == 1
-    assert "max_bytes=1" in small_disk.stats().last_failure
-
-
-def test_damage_below_is_told_from_absence(
-    tiers: tuple[MemoryStore, DiskStore, TieredStore],
-) -> None:
-    _, disk, both = tiers
-    chunk = make_chunk()
-    disk.put(key_of(chunk), chunk)
-    disk.path(key_of(chunk)).write_bytes(b"x")
-    with pytest.raises(CorruptChunkError):
-        both.get(key_of(chunk), LAYOUT)
-    with pytest.raises(ChunkNotFoundError) as caught:
-        both.get(key_of(chunk), LAYOUT)
-    assert type(caught.value) is ChunkNotFoundError
-    assert (both.stats().corrupt, both.stats().misses) == (1, 2)
-
-
-def test_tiers_nest(tmp_path: Path) -> None:
-    slow = TieredStore(MemoryStore(tier="ram"), DiskStore(tmp_path, durable=False))
-    store = TieredStore(MemoryStore(tier="hbm"), slow)
-    chunk = make_chunk()
-    slow.put(key_of(chunk), chunk)
-    assert [store.get(key_of(chunk), LAYOUT).tier for _ in range(2)] == ["ram", "hbm"]
-    assert store.stats().hits == {"hbm": 1, "ram": 1}
-    assert store.codec.name == "native"
-
-
-def test_tiers_of_different_codecs_are_refused(tmp_path: Path) -> None:
-    other = DiskStore(tmp_path / "b", codec=Int8())
-    with pytest.raises(InvalidInputError, match="one codec, not int8-kc-vt, native"):
-        TieredStore(MemoryStore(), DiskStore(tmp_path / "a"), other)
-    assert TieredStore(MemoryStore(), other).codec == Int8()
-
-
-def test_a_tier_is_needed() -> None:
-    with pytest.raises(InvalidInputError):
-        TieredStore()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")

@@ -7,7 +7,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import access
 import forks
@@ -16,10 +16,8 @@ import pytest
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import DiskStore, MemoryStore, filesystem, memory, stored
 from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.damage import before_next
 from tests.tenants import KEY, SIZE, SMALL, fill, held
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -27,15 +25,12 @@ def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "kv", durable=False)
 
 
-# Deletion.
-
-
 def crowd(store: DiskStore) -> Path:
     """Fill namespace "a" with everything that can lie there; return its folder."""
     fill(store, "a", 3)
     key = key_of(make_chunk(7, tokens=4), namespace="a")
     with store.locked([key]):
-        store.put(key, make_chunk(7, tokens=4))
+        fill(store, "a", 1, first=7)
     store.path(key).write_bytes(b"damaged")
     with pytest.raises(CorruptChunkError):
         store.get(key, LAYOUT)
@@ -74,32 +69,21 @@ def test_a_deletion_leaves_nothing_but_its_count(store: DiskStore, tmp_path: Pat
     assert (folder / "generation").read_bytes() == b"%020d" % store.generation("a")
 
 
-def test_a_namespace_that_was_never_used_can_be_deleted(store: DiskStore) -> None:
-    assert store.delete_namespace("a") == 0
-    assert store.generation("a") > 0
-
-
-@pytest.mark.parametrize("moment", ["before the file", "before the name", "before the folder"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(stored, "file_pieces"), (DiskStore, "_is_current"), (filesystem, "make_folder")],
+    ids=["before the file", "before the name", "before the folder"],
+)
 def test_what_is_written_during_a_deletion_is_not_kept(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, moment: str
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
 ) -> None:
     other = DiskStore(store.root, durable=False)
 
-    def deleting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def first(*args: Any) -> Any:
-            monkeypatch.undo()
-            other.delete_namespace("a")
-            fill(other, "a", 1, first=5)  # somebody makes the folders anew
-            return call(*args)
+    def delete() -> None:
+        other.delete_namespace("a")
+        fill(other, "a", 1, first=5)  # somebody makes the folders anew
 
-        return first
-
-    where, name = {
-        "before the file": (stored, "file_pieces"),
-        "before the name": (DiskStore, "_is_current"),
-        "before the folder": (filesystem, "make_folder"),
-    }[moment]
-    monkeypatch.setattr(where, name, deleting(getattr(where, name)))
+    before_next(monkeypatch, where, name, delete)
     assert not store.put(KEY, SMALL)
     assert not store.contains(KEY)
     assert held(store, "a") == 1
@@ -113,15 +97,7 @@ def test_what_a_kill_leaves_behind_is_taken_away(
 ) -> None:
     """A writer that is gone between its check and its rename: no later step can help."""
     fill(store, "a", 1)
-    replace = os.replace
-
-    def late(source: str, target: str) -> None:
-        monkeypatch.undo()
-        DiskStore(store.root).delete_namespace("a")
-        assert not os.path.exists(source)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", late)
+    before_next(monkeypatch, os, "replace", lambda: DiskStore(store.root).delete_namespace("a"))
     assert not store.put(KEY, SMALL)
     assert held(store, "a") == 0
 
@@ -156,16 +132,13 @@ def test_what_is_put_aside_during_a_deletion_goes_too(
 ) -> None:
     fill(store, "a", 1)
     store.path(KEY).write_bytes(b"damaged")
-    rename = os.rename
 
-    def late(source: str, target: str) -> None:
-        monkeypatch.undo()
+    def put_aside() -> None:
         with pytest.raises(CorruptChunkError):
             store.get(KEY, LAYOUT)
         assert list(store.root.glob("*/quarantine/*"))
-        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", late)
+    before_next(monkeypatch, os, "rename", put_aside)
     store.delete_namespace("a")
     assert [path.name for path in store.root.rglob("*") if path.is_file()] == ["generation"]
 
@@ -176,13 +149,7 @@ def test_the_number_grows_before_and_after_the_files_go(
     """Else a copy made of a chunk that was read in between would count as new."""
     fill(store, "a", 1)
     seen: list[int] = []
-    rename = os.rename
-
-    def between(source: str, target: str) -> None:
-        seen.append(store.generation("a"))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", between)
+    before_next(monkeypatch, os, "rename", lambda: seen.append(store.generation("a")))
     store.delete_namespace("a")
     assert 0 < seen[0] < store.generation("a")
 
@@ -305,21 +272,9 @@ def test_nothing_older_than_a_deletion_is_left_by_two_writers(tmp_path: Path) ->
     assert dropped > 25
 
 
-def test_memory_forgets_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_memory_copies_during_a_deletion_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    fill(store, "a", 3)
-    fill(store, "b", 2)
-    assert store.delete_namespace("a") == 3
-    assert (store.generation("a") > 0, store.generation("b")) == (True, 0)
-    assert {key.namespace for key in access.chunks(store)} == {"b"}
-    private = memory.private_copy
-
-    def deleting(*args: Any) -> Any:
-        monkeypatch.undo()
-        store.delete_namespace("a")
-        return private(*args)
-
-    monkeypatch.setattr(memory, "private_copy", deleting)
+    before_next(monkeypatch, memory, "private_copy", lambda: store.delete_namespace("a"))
     assert not store.put(KEY, SMALL)
     assert not store.contains(KEY)
     assert store.put(KEY, SMALL)

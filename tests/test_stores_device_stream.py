@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache_rag.stores import device as lane_module
-from kvcache_rag.stores.device import CudaLane, DirectLane, Done, lane_to, pinned_memory
+from kvcache_rag.stores.device import CudaLane, Done, lane_to, pinned_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,19 +113,6 @@ def test_the_current_device_is_meant_without_a_number(monkeypatch: pytest.Monkey
     assert isinstance(found, CudaLane)
     assert found is lane_to(torch.device("cuda", 3))
     assert found is not lane_to(torch.device("cuda", 0))
-
-
-def test_there_is_one_lane_to_a_device() -> None:
-    lane = lane_to(torch.device("cpu"))
-    assert isinstance(lane, DirectLane)
-    assert lane_to(torch.device("cpu")) is lane
-    assert lane_to(torch.device("meta")) is not lane
-    tensor = torch.zeros(3)
-    assert lane.fetch(tensor) is tensor
-    done: list[int] = []
-    event = lane.send(lambda: done.append(1), [tensor])
-    assert done == [1]
-    assert event.query()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

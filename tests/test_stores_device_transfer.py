@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvcache_rag.stores import device as transfer
 from kvcache_rag.stores.device import lane_to
 from tests import test_stores
-from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same, window
+from tests.chunks import LAYOUT, LAYOUTS, empty_chunk, flat, key_of, make_chunk, same, window
+from tests.contracts_codecs import finite_chunk
 from tests.lanes import Elsewhere, LateLane
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
 
 TOKENS = (70, 5, 64)
-
-
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is such memory here")
 CODECS: dict[str, Codec] = {"native": Elsewhere(), "int8": Int8(), "int4": Int4()}
 
 
@@ -36,15 +36,6 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     return late
 
 
-def finite_chunk(seed: int, tokens: int, layout: ChunkLayout) -> ChunkKV:
-    """A chunk of numbers, as codecs that quantise need them."""
-    generator = torch.Generator().manual_seed(seed)
-    chunk = make_chunk(seed, tokens=tokens, layout=layout)
-    for tensor in flat(chunk):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return chunk
-
-
 def filled(
     path: Path, codec: Codec, layout: ChunkLayout
 ) -> tuple[DiskStore, list[ChunkKey], list[ChunkKV]]:
@@ -52,7 +43,7 @@ def filled(
     store = DiskStore(path, durable=False, codec=codec)
     keys = []
     for seed, tokens in enumerate(TOKENS):
-        chunk = finite_chunk(seed, tokens, layout)
+        chunk = finite_chunk(seed, tokens=tokens, layout=layout)
         keys.append(key_of(chunk))
         assert store.put(keys[-1], chunk)
     return store, keys, [store.get(key, layout).chunk for key in keys]
@@ -63,6 +54,10 @@ def places(layout: ChunkLayout) -> tuple[ChunkKV, list[ChunkKV]]:
     large = empty_chunk(2 + sum(TOKENS) + 3, layout)
     begins = [2 + sum(TOKENS[:index]) for index in range(len(TOKENS))]
     return large, [window(large, *one) for one in zip(begins, TOKENS, strict=True)]
+
+
+def is_written(large: ChunkKV) -> bool:
+    return any(bool(tensor.view(torch.uint8).any()) for tensor in flat(large))
 
 
 # Law: what crosses late equals what the plain path gives, for every codec and layout.
@@ -81,7 +76,7 @@ def test_late_equals_plain(
     for key, out in zip(keys, outs, strict=True):
         store.get(key, LAYOUTS[layout], out)
     assert late.done == 0
-    assert not any(bool(tensor.view(torch.uint8).any()) for tensor in flat(large)), "too early"
+    assert not is_written(large), "too early"
     late.run_until(len(keys))
     assert all(same(out, chunk) for out, chunk in zip(outs, expected, strict=True))
     for tensor in flat(large):
@@ -118,8 +113,7 @@ def test_a_small_arena_is_enough_for_many_chunks(
     late = LateLane(limit=2 * expected[0].nbytes)
     late.follows = False
     monkeypatch.setattr(transfer, "lane_to", lambda device: late)
-    chunks = [expected[0].layout] * 6
-    outs = [empty_chunk(TOKENS[0], layout) for layout in chunks]
+    outs = [empty_chunk(TOKENS[0]) for _ in range(6)]
     for out in outs:
         store.get(keys[0], LAYOUT, out)
     assert 0 < late.done < 6, "room is made by waiting for the oldest only"
@@ -173,9 +167,7 @@ def test_memory_delivers_late(lane: LateLane, layout: str) -> None:
     out.tokens.copy_(kept.tokens)
     del kept
     store.delete(key)  # evicted before it crossed
-    assert [bits(t) for t in flat(large)] == [
-        bits(t) for t in flat(empty_chunk(20, LAYOUTS[layout]))
-    ]
+    assert not is_written(large), "too early"
     lane.run_until(1)
     assert same(out, chunk)
 
@@ -224,21 +216,23 @@ def test_a_device_tier_stands_in_front(tmp_path: Path) -> None:
     assert device.generation("") > 0
 
 
-def test_a_store_says_where_it_is() -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "nonsense"}, "there is no memory of the device 'nonsense'"),
+        pytest.param({"pinned": True}, r"use MemoryStore\(\) without pinned", marks=WITHOUT_GPU),
+        pytest.param({"device": "cuda"}, r"use MemoryStore\(\) without device", marks=WITHOUT_GPU),
+    ],
+)
+def test_memory_that_is_not_there_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        MemoryStore(**options)
+
+
+def test_a_store_says_where_and_how_it_keeps_chunks() -> None:
     assert "device='meta', pinned=False" in repr(MemoryStore(5, device="meta"))
     assert MemoryStore(5, device="meta", tier="hbm").tier == "hbm"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory here")
-@pytest.mark.parametrize(("device", "what"), [("cpu", "pinned"), ("cuda", "device")])
-def test_memory_that_is_not_there_is_refused(device: str, what: str) -> None:
-    with pytest.raises(InvalidInputError, match=rf"use MemoryStore\(\) without {what}"):
-        MemoryStore(device=device, pinned=what == "pinned")
-
-
-def test_a_device_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="there is no memory of the device 'nonsense'"):
-        MemoryStore(device="nonsense")
+    assert repr(MemoryStore(5, codec=Int8())).endswith("tier='memory', codec=Int8())")
 
 
 @pytest.fixture

@@ -1,35 +1,27 @@
-"""What a file on disk looks like, and what a folder can do to a store: no room, no rights."""
+"""What a file on disk looks like, how it gets there, and what a sweep takes away."""
 
 from __future__ import annotations
 
 import ast
 import errno
-import json
 import os
 import stat
-import subprocess
 import time
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import xxhash
 from safetensors import safe_open
 
-from kvcache_rag.codecs import Codec
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import DiskStore, disk, filesystem, limits, runs
 from kvcache_rag.stores import file as chunkfile
+from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.names import SUFFIX, chunk_name
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
-from tests.damage import SMALL, filled, header_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+from tests.damage import SMALL, before_next, filled, header_size
 
 
 @pytest.fixture
@@ -72,61 +64,6 @@ def test_a_long_header_still_ends_at_a_page(store: DiskStore) -> None:
         store.get(key, layout)
 
 
-def test_the_file_lies_where_its_digests_say(store: DiskStore) -> None:
-    chunk = make_chunk()
-    key = key_of(chunk, namespace="../../tenant")
-    store.put(key, chunk)
-    namespace, spec, shard, name = store.path(key).relative_to(store.root).parts
-    assert len(namespace) == 32
-    assert (spec, shard, name) == (key.spec[:16], key.digest[:2], f"{key.digest}.safetensors")
-
-
-def test_every_dtype_lies_in_the_order_of_safetensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OneOfEach, "expected", _expected, raising=False)
-    store = DiskStore(tmp_path, durable=False, codec=OneOfEach())
-    key, raw = filled(store)
-    names = [name for name in json.loads(raw[8:4096]) if name != "__metadata__"]
-    spec = chunkfile.file_spec(key, LAYOUT, store.codec)
-    assert names == list(spec.tensors)
-    assert len(names) == len(chunkfile._DTYPES) + 1
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
-
-
-def _expected(self: Codec, layout: ChunkLayout, tokens: int) -> dict[str, Any]:
-    del self, layout, tokens
-    return {f"x{index}": (dtype, (3,)) for index, dtype in enumerate(reversed(chunkfile._DTYPES))}
-
-
-class OneOfEach(Codec):
-    """A codec whose tensors are not the chunk's: it has to be decoded."""
-
-    name = "test"
-
-    def expected(self, layout: ChunkLayout, tokens: int) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
-        del chunk
-        return {n: torch.ones(s).to(d) for n, (d, s) in self.expected(LAYOUT, 4).items()}
-
-    def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
-        assert all(
-            (tensor.float() == 1).all() for name, tensor in stored.items() if name != "tokens"
-        )
-        out.copy_from(SMALL)
-
-
-def test_another_codec_does_not_read_the_file(store: DiskStore) -> None:
-    class Renamed(type(store.codec)):
-        name = "renamed"
-
-    key, _ = filled(store)
-    with pytest.raises(CorruptChunkError):
-        DiskStore(store.root, codec=Renamed()).get(key, LAYOUT)
-
-
 def test_a_dtype_that_the_format_does_not_know_is_refused(store: DiskStore) -> None:
     chunk = make_chunk(layout=type(LAYOUT)(LAYOUT.groups, torch.complex64))
     with pytest.raises(InvalidInputError, match="complex64"):
@@ -146,7 +83,7 @@ def test_nothing_here_can_unpickle() -> None:
     assert not any("torch.load" in path.read_text() for path in source.rglob("*.py"))
 
 
-# Folders that cannot be used.
+# Writing.
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
@@ -154,64 +91,6 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInputError, match="folder"):
         DiskStore(tmp_path / name)
-
-
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting needs root")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    yield from mounted(tmp_path / "small", "size=200k")
-
-
-def test_a_read_only_folder_is_read(small_disk: Path) -> None:
-    key, _ = filled(DiskStore(small_disk / "kv"))
-    missing = key_of(make_chunk(7))
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    store = DiskStore(small_disk / "kv", max_bytes=1000)
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
-    nothing_works(store, missing)
-    nothing_works(DiskStore(small_disk / "other"), missing)
-    assert store.contains(key)
-    assert not store.delete(key)
-
-
-def nothing_works(store: DiskStore, key: ChunkKey) -> None:
-    """Everything that writes fails, and none of it raises."""
-    chunk = make_chunk(7)
-    with pytest.raises(ChunkNotFoundError):
-        store.get(key, LAYOUT)
-    assert not store.contains(key)
-    with store.locked([key]):
-        assert not store.put(key, chunk if len(chunk) == key.tokens else SMALL)
-    store.touch(key)
-    assert store.sweep() == 0
-    assert store.stats().put_failures == 1
-    assert store.stats().last_failure
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EMFILE])
-def test_a_folder_in_which_nothing_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    existing = DiskStore(tmp_path / "kv")
-    monkeypatch.setattr(os, "mkdir", refuse)
-    monkeypatch.setattr(os, "open", refuse)
-    nothing_works(existing, key_of(make_chunk(7)))
-    nothing_works(DiskStore(tmp_path / "new"), key_of(make_chunk(7)))
 
 
 def test_a_write_that_fails_half_way_is_cleaned_up(
@@ -254,33 +133,52 @@ def test_a_durable_put_syncs_the_file_before_and_the_folder_after_publishing(
 # Sweeping.
 
 
-def test_leftovers_of_killed_writers_are_swept(store: DiskStore) -> None:
+def test_leftovers_of_killed_writers_are_swept_and_foreign_names_left(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, max_bytes=1 << 20)
     key, _ = filled(store)
     folder = store.path(key).parent
-    old, new, foreign = folder / ".tmp-a", folder / ".tmpB", folder / "notes.txt"
-    for path in (old, new, foreign):
+    old, manifest, new = folder / ".tmp-a", folder.parent / ".tmp-b", folder / ".tmpB"
+    names = (
+        "notes.txt",
+        f"{key.digest}.owner",
+        f"{key.digest}.released",
+        f"{key.digest}{SUFFIX}-0",
+    )
+    foreign = [folder / name for name in names]
+    for path in (old, manifest, new, *foreign):
         path.write_text("x")
-    for path in (old, foreign):
+    for path in (old, manifest, *foreign):
         os.utime(path, (0, 0))
     assert store.sweep() == 0
     assert not old.exists()
+    assert not manifest.exists()
     assert new.exists()
-    assert foreign.exists(), "not a name of ours"
+    assert all(path.exists() for path in foreign)
     assert store.contains(key)
+
+
+def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(store: DiskStore) -> None:
+    key, raw = filled(store)
+    store.path(key).write_bytes(b"damaged")
+    with FileIO(store.path(key)) as found:
+        filled(store)  # a reader computed it anew while it was being checked
+        store.place.delete([chunk_name(key)], damaged=found)
+    assert store.path(key).read_bytes()[4096:] == raw[4096:]
+
+
+def test_a_lock_is_kept_while_a_thread_wants_it_and_no_longer() -> None:
+    locks = ThreadLocks()
+    with locks.hold(["one", "two"]), locks.hold(["one"], patience=0.01) as is_held:
+        assert not is_held
+        assert {*locks._named} == {"one", "two"}
+    assert not locks._named
 
 
 def test_one_sweep_at_a_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = filled(store)
     other = DiskStore(store.root, max_bytes=1)
     inner: list[int] = []
-    looked = limits.Sweeper._looked
-
-    def nested(*args: Any) -> limits.Swept:
-        monkeypatch.setattr(limits.Sweeper, "_looked", looked)
-        inner.append(other.sweep())
-        return looked(*args)
-
-    monkeypatch.setattr(limits.Sweeper, "_looked", nested)
+    before_next(monkeypatch, limits.Sweeper, "_looked", lambda: inner.append(other.sweep()))
     store.sweep()
     assert inner == [0]
     assert store.contains(key)

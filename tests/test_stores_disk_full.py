@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores import DiskStore, RemoteStore
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tests.damage import SMALL, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.kv.chunk import ChunkKV
+
+OTHER = make_chunk(7)
 
 
 @pytest.fixture
@@ -86,13 +89,55 @@ def give_up_rights() -> None:
         os.seteuid(65534)
 
 
+def denied(store: DiskStore, chunk: ChunkKV) -> None:
+    """Nothing can be read or written, nothing raises but a miss, and all of it is counted."""
+    key = key_of(chunk)
+    with pytest.raises(ChunkNotFoundError) as caught:
+        store.get(key, LAYOUT)
+    assert not isinstance(caught.value, CorruptChunkError)
+    with store.locked([key]):
+        assert not store.put(key, chunk)
+    store.touch(key)
+    assert not store.delete(key)
+    assert store.sweep() == 0
+    stats = store.stats()
+    assert (stats.misses, stats.put_failures, stats.puts) == (1, 1, 0)
+    assert stats.last_failure
+
+
+def test_a_read_only_folder_is_read(mount: Callable[[str], Path]) -> None:
+    small = mount("size=200k")
+    key, _ = filled(DiskStore(small / "kv"))
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    store = DiskStore(small / "kv", max_bytes=1000)
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
+    denied(store, OTHER)
+    denied(DiskStore(small / "other"), OTHER)
+    assert store.contains(key)
+    assert not store.delete(key)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EMFILE])
+def test_a_folder_in_which_nothing_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    existing = DiskStore(tmp_path / "kv")
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    denied(existing, OTHER)
+    denied(DiskStore(tmp_path / "new"), OTHER)
+
+
 def test_a_folder_of_another_user_is_a_miss_and_counted(stranger: Path) -> None:
-    key, _ = filled(DiskStore(stranger / "kv", durable=False))
+    filled(DiskStore(stranger / "kv", durable=False))
     (stranger / "below").mkdir(mode=0o555)
     (stranger / "kv").chmod(0)
     give_up_rights()
-    denied(DiskStore(stranger / "kv"), key)
-    denied(DiskStore(stranger / "below" / "new"), key)
+    denied(DiskStore(stranger / "kv"), SMALL)
+    denied(DiskStore(stranger / "below" / "new"), SMALL)
 
 
 def test_files_that_may_not_be_read_are_a_miss_and_stay(stranger: Path) -> None:
@@ -104,7 +149,7 @@ def test_files_that_may_not_be_read_are_a_miss_and_stay(stranger: Path) -> None:
     before = sorted((stranger / "kv").rglob("*"))
     give_up_rights()
     store = DiskStore(stranger / "kv", max_bytes=1000)
-    denied(store, key)
+    denied(store, SMALL)
     assert store.stats().corrupt == 0
     assert sorted((stranger / "kv").rglob("*")) == before
     if os.geteuid() == 65534:
@@ -113,16 +158,26 @@ def test_files_that_may_not_be_read_are_a_miss_and_stay(stranger: Path) -> None:
     assert path.read_bytes() == raw
 
 
-def denied(store: DiskStore, key: ChunkKey) -> None:
-    """Nothing can be read or written, nothing raises but a miss, and all of it is counted."""
-    with pytest.raises(ChunkNotFoundError) as caught:
-        store.get(key, LAYOUT)
-    assert not isinstance(caught.value, CorruptChunkError)
-    with store.locked([key]):
+@pytest.mark.skipif(os.name == "posix" and os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("kind", ["disk", "remote"])
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_files_of_another_user_are_said_once(
+    stranger: Path, mode: int, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = stranger / "kv"
+    key, _ = filled(DiskStore(folder, durable=False))
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            path.chmod(mode)
+    folder.chmod(0o711)
+    os.seteuid(65534)
+    for _ in range(3):
+        store = DiskStore(folder) if kind == "disk" else RemoteStore(f"file://{folder}")
+        for _ in range(2):
+            store.contains(key)
+            with pytest.raises(ChunkNotFoundError):
+                store.get(key, LAYOUT)
         assert not store.put(key, SMALL)
-    store.touch(key)
-    assert not store.delete(key)
-    assert store.sweep() == 0
-    stats = store.stats()
-    assert (stats.misses, stats.put_failures, stats.puts) == (1, 1, 0)
-    assert stats.last_failure
+        assert (store.stats().misses, store.stats().put_failures) == (2, 1)
+    said = "may not be read" if kind == "disk" else "the remote failed"
+    assert sum(said in record.getMessage() for record in caplog.records) == 3, "once per store"

@@ -62,13 +62,6 @@ def test_any_window_is_filled_in_order(tensor: torch.Tensor, most: int, offset: 
     assert b"".join(seen) == data[offset:]
 
 
-def test_dense_memory_is_one_run() -> None:
-    assert [len(run) for run in views(torch.zeros(3, 4, 5)) or []] == [240]
-    assert [len(run) for run in views(torch.zeros(3, 4, 5)[1:]) or []] == [160]
-    assert [len(run) for run in views(torch.zeros(3, 4, 5)[:, 1:]) or []] == [60] * 3
-    assert [len(run) for run in views(torch.zeros(6, 1, 5)[::2]) or []] == [20] * 3
-
-
 def test_memory_that_cannot_be_addressed_has_no_runs() -> None:
     assert views(torch.zeros(4, 4).t()) is None
     assert views(torch.zeros(4, 4)[:, ::2]) is None
@@ -88,15 +81,6 @@ def test_more_runs_than_one_call_takes() -> None:
     data = os.urandom(tensor.nbytes)
     read_views(source(data, 1 << 20), 0, views(tensor) or [], lambda _: None)
     assert bits(tensor) == data
-
-
-def test_pieces_are_small_enough_for_the_cache() -> None:
-    tensor = torch.zeros(1_000_001, dtype=torch.int8)
-    data = os.urandom(tensor.nbytes)
-    sizes: list[int] = []
-    read_views(source(data, 1 << 30), 0, views(tensor) or [], lambda view: sizes.append(len(view)))
-    assert bits(tensor) == data
-    assert max(sizes) <= 256 << 10
 
 
 def test_a_source_that_ends_early_is_corrupt() -> None:

@@ -22,8 +22,6 @@ from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag.kv.chunk import ChunkKV
-
 PAGE = Path(__file__).parent.parent / "docs/stores.md"
 TEXTS = ["The cat sat on the mat.", "The dog sat on the rug."]
 CHUNK = make_chunk()
@@ -54,9 +52,6 @@ class Contract(StoreContract):
         assert isinstance(store, StoredChunks)
         names = [entry.name for entry in store.place.list("")]
         return {name[-64 - len(SUFFIX) : -len(SUFFIX)] for name in names if name.endswith(SUFFIX)}
-
-    def size(self, chunk: ChunkKV) -> int:
-        return 4096 + self.stored(chunk)
 
 
 class TestOneOfAUser(Contract):

@@ -13,7 +13,6 @@ import pytest
 
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, limits
 from kvcache_rag.stores.locks import hold_file
-from tests.chunks import LAYOUTS
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tests.quotas import contend
 
@@ -43,23 +42,21 @@ def sweep_lock(root: Path, limit: str) -> str:
     return f"{folder}/sweep.lock"
 
 
-def test_writers_stay_below_a_quota_at_every_moment(tmp_path: Path) -> None:
-    done = contend(tmp_path / "q", quota=400_000, writers=4, tokens=512, seconds=2)
-    done.check(400_000, 4, 512)
-
-
-def test_writers_stay_below_the_limit_on_all_namespaces_at_every_moment(tmp_path: Path) -> None:
-    done = contend(
-        tmp_path / "q", quota=2_000_000, writers=3, tokens=512, seconds=2, limit="max_bytes"
-    )
-    done.check(2_000_000, 3, 512)
-
-
-def test_law_what_killed_writers_left_counts_as_what_others_write(tmp_path: Path) -> None:
-    """A hundred kills in the middle of chunks that are a quarter of the limit."""
-    options: dict[str, Any] = {"writers": 3, "tokens": 30_000, "kills": 100}
-    done = contend(tmp_path / "q", quota=24_000_000, seconds=2, **options)
-    done.check(24_000_000, 3, 30_000)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quota": 400_000, "writers": 4, "tokens": 512},
+        {"quota": 2_000_000, "writers": 3, "tokens": 512, "limit": "max_bytes"},
+        # Kills in the middle of chunks that are a quarter of the limit.
+        {"quota": 24_000_000, "writers": 3, "tokens": 30_000, "kills": 100},
+    ],
+    ids=["a-namespace", "all-namespaces", "killed"],
+)
+def test_law_writers_stay_below_a_limit_at_every_moment(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    done = contend(tmp_path / "q", seconds=2, **options)
+    done.check(options["quota"], options["writers"], options["tokens"])
 
 
 @pytest.mark.parametrize("limit", ["quota", "max_bytes"])
@@ -164,26 +161,6 @@ def test_a_folder_is_walked_only_when_the_count_says_that_it_is_full(
 
 
 # What counts.
-
-
-@pytest.mark.parametrize("secret", [None, bytes(range(32))], ids=["plain", "signed"])
-@pytest.mark.parametrize("name", ["fused-bfloat16", "mixed-float32"])
-def test_just_the_bytes_of_the_file_are_counted(
-    tmp_path: Path, name: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DiskStore(tmp_path, durable=False, quota=1 << 30, signing_key=secret)
-    counted: list[int] = []
-    room = limits.Sweeper.room
-
-    def noted(self: Any, namespace: str, nbytes: int) -> Any:
-        counted.append(nbytes)
-        return room(self, namespace, nbytes)
-
-    monkeypatch.setattr(limits.Sweeper, "room", noted)
-    for tokens in (0, 9, 99, 999):
-        chunk = make_chunk(tokens=tokens, layout=LAYOUTS[name])
-        assert store.put(key_of(chunk), chunk)
-        assert store.path(key_of(chunk)).stat().st_size == counted[-1]
 
 
 def aside(store: DiskStore) -> None:

@@ -12,8 +12,7 @@ import pytest
 from kvcache_rag import Engine
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
-from kvcache_rag.stores.names import chunk_name
-from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
+from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk
 from tests.s3 import BUCKET, REPLY, SECRET, Server, impostor, options
 from tests.small import make_model, make_tokenizer
 
@@ -69,30 +68,6 @@ def folder_of(store: ChunkStore) -> str:
     return access.transport(store).root.removeprefix(f"{BUCKET}/")
 
 
-# What is particular to the API.
-
-
-def test_two_machines_share_a_bucket(server: Server) -> None:
-    first, second = opened(server, "shared"), opened(server, "shared")
-    assert first.put(KEY, CHUNK)
-    assert same(second.get(KEY, LAYOUT).chunk, CHUNK)
-    assert second.delete(KEY)
-    assert not first.contains(KEY)
-
-
-@pytest.mark.parametrize("data", [b"", b"<html>Log in</html>"])
-def test_another_object_in_its_place_is_a_miss_and_removed(server: Server, data: bytes) -> None:
-    store = opened(server)
-    store.put(KEY, CHUNK)
-    path = access.objects(store).path(chunk_name(KEY))
-    access.transport(store).run(lambda fs: fs.pipe_file(path, data))
-    with pytest.raises(ChunkNotFoundError):
-        store.get(KEY, LAYOUT)
-    assert not store.contains(KEY) or not data
-    assert store.put(KEY, CHUNK)
-    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
-
-
 def test_a_bucket_that_does_not_exist_is_a_miss(server: Server) -> None:
     store = RemoteStore(
         "s3://no-such-bucket/x", storage_options=options(server.endpoint), retries=0
@@ -103,18 +78,6 @@ def test_a_bucket_that_does_not_exist_is_a_miss(server: Server) -> None:
     assert not store.put(KEY, CHUNK)
     assert store.stats().put_failures == 1
     assert SECRET not in store.stats().last_failure + repr(store)
-
-
-def test_a_silent_server_costs_one_timeout() -> None:
-    with impostor() as endpoint:
-        store = RemoteStore(
-            f"s3://{BUCKET}/x", storage_options=options(endpoint), timeout=0.5, retries=0
-        )
-        for _ in range(4):
-            with pytest.raises(ChunkNotFoundError):
-                store.get(KEY, LAYOUT)
-        assert not store.contains(KEY)
-        assert store.stats().failures == 5
 
 
 # The question never fails.

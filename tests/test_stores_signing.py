@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,10 @@ from kvcache_rag.errors import (
     MissingExtraError,
     UntrustedChunkError,
 )
-from kvcache_rag.stores import (
-    ChunkStore,
-    DiskStore,
-    MemoryStore,
-    RemoteStore,
-    SigningKey,
-    TieredStore,
-)
-from kvcache_rag.stores.signing import ENVIRONMENT, Mac
+from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.stores.signing import ENVIRONMENT, Mac, SigningKey
 from tests.chunks import LAYOUT, LAYOUTS, empty_chunk, key_of, make_chunk, same
-from tests.damage import header_size
+from tests.damage import header_size, rewritten
 from tests.laws import QUESTION, TEMPLATE, TEXTS
 from tests.test_stores import TestDiskStore as DiskContract
 
@@ -83,30 +75,21 @@ def flipped(place: int) -> Callable[[bytearray], None]:
     return change
 
 
-def reheaded(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The file with another header of the same length."""
-    size = header_size(raw)
-    header = json.loads(raw[8:size])
-    change(header)
-    text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
-    assert len(text) <= size - 8
-    return struct.pack("<Q", size - 8) + text.ljust(size - 8) + raw[size:]
+def planted(store: DiskStore, raw: bytes) -> Path:
+    """Put a file in place of a chunk."""
+    path = store.path(KEY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
 
 
 def is_not_used(store: DiskStore, raw: bytes) -> None:
     """The file is a miss that is counted, and what is computed instead takes its place."""
-    path = store.path(KEY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(raw)
-    before = store.stats()
+    path = planted(store, raw)
     with pytest.raises(UntrustedChunkError):
         store.get(KEY, LAYOUT)
-    now = store.stats()
-    assert (now.untrusted, now.misses, now.corrupt) == (
-        before.untrusted + 1,
-        before.misses,
-        before.corrupt,
-    )
+    stats = store.stats()
+    assert (stats.untrusted, stats.misses, stats.corrupt) == (1, 0, 0)
     store.touch(KEY)
     store.sweep()
     assert path.read_bytes() == raw
@@ -166,11 +149,49 @@ def test_the_checksum_alone_accepts_a_forgery(tmp_path: Path) -> None:
     assert not same(store.get(KEY, LAYOUT).chunk, CHUNK), "docs/stores.md says so"
 
 
-def test_a_payload_that_somebody_else_wrote_is_not_used(store: DiskStore) -> None:
-    store.put(KEY, CHUNK)
-    raw = store.path(KEY).read_bytes()
-    for place in (0, 100, -1):
-        is_not_used(store, forged(raw, flipped(place)))
+def twice(header: dict[str, Any]) -> None:
+    """Write the mac once more."""
+    metadata = header["__metadata__"]
+    mac = metadata["provenance"].rpartition(" ")[2]
+    metadata["provenance"] = f"{mac} {mac}"
+    metadata["pad"] = metadata["pad"][:-200]
+
+
+FORGERIES: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+    "first byte": lambda ours, bare, theirs: forged(ours, flipped(0)),
+    "a byte": lambda ours, bare, theirs: forged(ours, flipped(100)),
+    "last byte": lambda ours, bare, theirs: forged(ours, flipped(-1)),
+    "no mac": lambda ours, bare, theirs: bare,
+    "of another key": lambda ours, bare, theirs: theirs,
+    "of another key that names this one": lambda ours, bare, theirs: theirs.replace(
+        SigningKey(OTHER).id.encode(), SigningKey(SECRET).id.encode()
+    ),
+    "a mac that is written twice": lambda ours, bare, theirs: rewritten(ours, twice),
+    "a mac in escaped letters": lambda ours, bare, theirs: ours.replace(
+        b" gmac-", b" \\u0067mac-"
+    ).replace(b'"pad":"     ', b'"pad":"'),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_what_somebody_else_wrote_is_not_used(store: DiskStore, tmp_path: Path, kind: str) -> None:
+    ours, *others = (written(tmp_path / str(key), key) for key in (SECRET, None, OTHER))
+    forgery = FORGERIES[kind](ours, *others)
+    assert len(forgery) == len(ours)
+    assert forgery != ours
+    is_not_used(store, forgery)
+
+
+@pytest.mark.parametrize("signing_key", [None, OTHER])
+def test_what_this_key_did_not_sign_is_not_there(
+    store: DiskStore, tmp_path: Path, signing_key: bytes | None
+) -> None:
+    planted(store, written(tmp_path / "other", signing_key))
+    assert not store.contains(KEY)
+    assert store.locate(KEY) is None
+    # It is what it is for those who have its key.
+    found = DiskStore(store.root, signing_key=signing_key).get(KEY, LAYOUT).chunk
+    assert same(found, CHUNK)
 
 
 def test_every_byte_is_under_the_mac(store: DiskStore) -> None:
@@ -189,33 +210,6 @@ def test_every_byte_is_under_the_mac(store: DiskStore) -> None:
             store.get(KEY, LAYOUT)
             served += 1
     assert served == 0, f"{served} of {len(places)} changed files were served"
-
-
-def test_a_file_without_a_mac_is_not_used(store: DiskStore, tmp_path: Path) -> None:
-    raw = written(tmp_path / "other", None)
-    store.path(KEY).parent.mkdir(parents=True)
-    store.path(KEY).write_bytes(raw)
-    assert not store.contains(KEY)
-    assert store.locate(KEY) is None
-    is_not_used(store, raw)
-
-
-def test_a_file_of_another_key_is_not_used(store: DiskStore, tmp_path: Path) -> None:
-    raw = written(tmp_path / "other", OTHER)
-    store.path(KEY).parent.mkdir(parents=True)
-    store.path(KEY).write_bytes(raw)
-    assert not store.contains(KEY)
-    # It is what it is for those who have its key, until a chunk of this one takes its place.
-    assert same(DiskStore(store.root, signing_key=OTHER).get(KEY, LAYOUT).chunk, CHUNK)
-    is_not_used(store, raw)
-
-
-def test_a_file_of_another_key_that_names_this_one_is_not_used(
-    store: DiskStore, tmp_path: Path
-) -> None:
-    raw = written(tmp_path / "other", OTHER)
-    ours, theirs = SigningKey(SECRET).id.encode(), SigningKey(OTHER).id.encode()
-    is_not_used(store, raw.replace(theirs, ours))
 
 
 def test_a_signed_file_cannot_be_moved_to_another_name(store: DiskStore) -> None:
@@ -242,22 +236,6 @@ def test_what_a_medium_damaged_is_put_aside_as_ever(store: DiskStore) -> None:
     assert store.put(KEY, CHUNK)
 
 
-def test_a_mac_is_written_once_and_as_a_key_writes_it(store: DiskStore) -> None:
-    store.put(KEY, CHUNK)
-    raw = store.path(KEY).read_bytes()
-
-    def twice(header: dict[str, Any]) -> None:
-        metadata = header["__metadata__"]
-        mac = metadata["provenance"].rpartition(" ")[2]
-        metadata["provenance"] = f"{mac} {mac}"
-        metadata["pad"] = metadata["pad"][:-200]
-
-    is_not_used(store, reheaded(raw, twice))
-    escaped = raw.replace(b" gmac-", b" \\u0067mac-").replace(b'"pad":"     ', b'"pad":"')
-    assert len(escaped) == len(raw)
-    is_not_used(store, escaped)
-
-
 def test_what_was_swapped_while_it_was_written_is_not_signed(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,39 +256,30 @@ def test_what_was_swapped_while_it_was_written_is_not_signed(
 
 def test_deletions_that_were_asked_for_reach_every_file(store: DiskStore, tmp_path: Path) -> None:
     raw = written(tmp_path / "other", None)
-    store.path(KEY).parent.mkdir(parents=True, exist_ok=True)
-    store.path(KEY).write_bytes(raw)
+    planted(store, raw)
     assert store.delete(KEY)
-    assert store.put(KEY, CHUNK)
-    store.path(KEY).write_bytes(raw)
+    planted(store, raw)
     assert store.delete_namespace("") == 1
 
 
 # ---------------------------------------------------------------------- other stores
-def objects(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
-
-
 def test_a_remote_does_not_use_what_is_not_signed(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kv"
     RemoteStore(url).put(KEY, CHUNK)
-    (path,) = objects(tmp_path)
-    raw = path.read_bytes()
+    (path,) = tmp_path.rglob("*.safetensors")
     signing = RemoteStore(url, signing_key=SECRET)
-    other = RemoteStore(url, signing_key=OTHER)
-    for store in (signing, other):
+    assert not signing.contains(KEY)
+    for raw in (path.read_bytes(), forged(path.read_bytes(), flipped(-1))):
+        path.write_bytes(raw)
         with pytest.raises(UntrustedChunkError):
-            store.get(KEY, LAYOUT)
-        assert not store.contains(KEY)
-        assert store.stats().untrusted == 1
+            signing.get(KEY, LAYOUT)
         assert path.read_bytes() == raw
+    assert signing.stats().untrusted == 2
     assert signing.put(KEY, CHUNK)
     assert same(signing.get(KEY, LAYOUT).chunk, CHUNK)
     path.write_bytes(forged(path.read_bytes(), flipped(-1)))
     with pytest.raises(UntrustedChunkError):
         signing.get(KEY, LAYOUT)
-    assert signing.put(KEY, CHUNK)
-    assert same(signing.get(KEY, LAYOUT).chunk, CHUNK)
 
 
 def test_tiers_serve_a_signed_copy_behind_an_untrusted_one(tmp_path: Path) -> None:
@@ -358,38 +327,32 @@ def test_a_key_is_bytes_a_file_or_a_variable(
     assert SigningKey(OTHER).id != key.id
 
 
-@pytest.mark.parametrize(
-    ("content", "mode"),
-    [
-        (SECRET, 0o640),
-        (SECRET, 0o604),
-        (SECRET, 0o620),
-        (SECRET[:31], 0o600),
-        (b"", 0o600),
-        (b"\0" * 40, 0o600),
-        (b"two lines\n" * 5, 0o600),
-        (b"x" * 5000, 0o600),
-    ],
-)
-def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
-    with pytest.raises(InvalidInputError):
-        DiskStore(tmp_path / "kv", signing_key=secret_file(tmp_path / "key", content, mode))
+NO_KEYS: dict[str, Callable[[Path], Any]] = {
+    "a file that a group may read": lambda folder: secret_file(folder / "key", mode=0o640),
+    "a file that others may read": lambda folder: secret_file(folder / "key", mode=0o604),
+    "a file that a group may write": lambda folder: secret_file(folder / "key", mode=0o620),
+    "a short file": lambda folder: secret_file(folder / "key", SECRET[:31]),
+    "an empty file": lambda folder: secret_file(folder / "key", b""),
+    "a file of nothing": lambda folder: secret_file(folder / "key", b"\0" * 40),
+    "a file of lines": lambda folder: secret_file(folder / "key", b"two lines\n" * 5),
+    "a long file": lambda folder: secret_file(folder / "key", b"x" * 5000),
+    "a link": lambda folder: folder / "link",
+    "a folder": lambda folder: folder / "folder",
+    "a pipe": lambda folder: folder / "pipe",
+    "nothing there": lambda folder: folder / "missing",
+    "short": lambda _: b"short",
+    "a number": lambda _: 12,
+    "bytes that may change": lambda _: bytearray(64),
+}
 
 
-def test_a_key_is_read_from_a_file_itself(tmp_path: Path) -> None:
-    secret_file(tmp_path / "key")
-    (tmp_path / "link").symlink_to(tmp_path / "key")
+@pytest.mark.parametrize("kind", NO_KEYS)
+def test_what_is_no_secret_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "link").symlink_to(secret_file(tmp_path / "right"))
     (tmp_path / "folder").mkdir(0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name in ("link", "folder", "pipe", "missing"):
-        with pytest.raises(InvalidInputError):
-            SigningKey.from_file(tmp_path / name)
-
-
-@pytest.mark.parametrize("source", [b"short", 12, bytearray(64)])
-def test_what_is_no_key_is_refused(tmp_path: Path, source: Any) -> None:
     with pytest.raises(InvalidInputError):
-        DiskStore(tmp_path, signing_key=source)
+        DiskStore(tmp_path / "kv", signing_key=NO_KEYS[kind](tmp_path))
 
 
 def test_a_key_is_in_nothing_that_is_shown_or_sent(tmp_path: Path) -> None:
@@ -427,9 +390,7 @@ def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
 @pytest.mark.parametrize("rotation", ["copied", "deferred"])
 @pytest.mark.parametrize("codec", [Native(), Int8()], ids=repr)
 def test_what_somebody_else_wrote_never_yields_a_token(
-    tmp_path: Path,
-    codec: Any,
-    rotation: str,
+    tmp_path: Path, codec: Any, rotation: str
 ) -> None:
     store = DiskStore(tmp_path / "kv", durable=False, codec=codec, signing_key=SECRET)
     engine = engine_over(store, rotation)

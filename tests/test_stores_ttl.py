@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
-from kvcache_rag.stores import DiskStore, MemoryStore
+from kvcache_rag.stores import DiskStore, MemoryStore, filesystem
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def test_a_chunk_ends_a_time_after_it_was_written(store: DiskStore) -> None:
     assert store.sweep() == 1
     assert not store.path(KEY).exists()
     assert (store.stats().evictions, store.stats().misses) == (1, 1)
+    assert store.put(KEY, SMALL), "and it begins anew"
+    assert is_held(store)
+    assert store.sweep() == 0
 
 
 def test_use_does_not_lengthen_the_life_of_a_chunk(store: DiskStore) -> None:
@@ -85,14 +88,6 @@ def test_use_saves_a_chunk_from_eviction_all_the_same(store: DiskStore) -> None:
     assert DiskStore(store.root, ttl=1000, max_bytes=SIZE).sweep() == 1
     assert store.contains(KEY)
     assert not store.contains(key_of(other))
-
-
-def test_writing_anew_begins_anew(store: DiskStore) -> None:
-    age(store.path(KEY), 2000)
-    assert not store.contains(KEY)
-    assert store.put(KEY, SMALL)
-    assert is_held(store)
-    assert store.sweep() == 0
 
 
 def test_what_was_put_aside_ends_too(store: DiskStore) -> None:
@@ -187,6 +182,46 @@ def test_torsos_of_the_future_go_in_time(tmp_path: Path) -> None:
     age(torso, 101)
     assert store.sweep() == 0
     assert not torso.exists()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of day as seconds from now; files keep their own, as after a clock was set."""
+    shift = [0.0]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift[0])
+    return shift
+
+
+@pytest.mark.parametrize("shift", [-1e9, -3600.0, 3600.0, 1e9])
+def test_a_clock_that_was_set_changes_no_tensor(
+    store: DiskStore, clock: list[float], shift: float
+) -> None:
+    forever = DiskStore(store.root, durable=False)
+    clock[0] = shift
+    assert same(forever.get(KEY, LAYOUT).chunk, SMALL)
+    forever.touch(KEY)
+    assert forever.sweep() == 0
+    assert forever.contains(KEY)
+    assert forever.put(KEY, SMALL)
+
+
+def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
+    store: DiskStore, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = filesystem.write_all
+
+    def swept_meanwhile(*arguments: Any) -> None:
+        write(*arguments)
+        clock[0] = 1e9
+        DiskStore(store.root).sweep()
+        clock[0] = 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "write_all", swept_meanwhile)
+        assert not store.put(KEY, SMALL)
+    assert store.stats().put_failures == 1
+    assert store.put(KEY, SMALL)
 
 
 # Memory.

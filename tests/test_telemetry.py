@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
+from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,10 @@ from kvcache_rag.models.pretrained import name_of, note_name
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.startup import open_engine
-from tools.scripted import Ear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
+    from pathlib import Path
 
     from fastapi import FastAPI
     from opentelemetry.sdk.trace import ReadableSpan
@@ -43,32 +41,43 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-1af7651916cd43dd8448eb211c80319d-c7ad6b7169203332-01"
 
 
-def provide(patch: pytest.MonkeyPatch, provider: Any) -> None:
+@contextmanager
+def exporting(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[InMemorySpanExporter]:
+    """What a configured application would send."""
+    spans, provider = InMemorySpanExporter(), TracerProvider(**options)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
     patch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield spans
+    provider.shutdown()
 
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What a configured application would send."""
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    provide(monkeypatch, provider)
-    yield spans
-    provider.shutdown()
+    with exporting(monkeypatch) as spans:
+        yield spans
 
 
 def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
     return [span for span in exporter.get_finished_spans() if span.name == name]
 
 
-def children(exporter: InMemorySpanExporter, parent: ReadableSpan) -> list[ReadableSpan]:
-    """In the order of their begins."""
-    spans = [
-        span
-        for span in exporter.get_finished_spans()
-        if span.parent and span.parent.span_id == parent.context.span_id
-    ]
+def of(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def parents(spans: list[ReadableSpan]) -> set[int | None]:
+    return {span.parent and span.parent.span_id for span in spans}
+
+
+def parts_of(exporter: InMemorySpanExporter, parent: ReadableSpan) -> list[ReadableSpan]:
+    """A span's children in the order of their begins."""
+    spans = [span for span in exporter.get_finished_spans() if parents([span]) == {id_of(parent)}]
     return sorted(spans, key=lambda span: span.start_time or 0)
+
+
+def id_of(span: Any) -> int:
+    found: int = span.get_span_context().span_id
+    return found
 
 
 def names(spans: list[ReadableSpan]) -> list[str]:
@@ -107,13 +116,11 @@ def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) 
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=8, temperature=0.5, top_k=3)
     metrics = answer.metrics
     (span,) = named(exporter, "chat tiny")
-    assert span.kind == SpanKind.INTERNAL
-    assert span.status.status_code == StatusCode.UNSET
-    assert span.parent is not None
-    assert span.parent.span_id == app.get_span_context().span_id
+    assert (span.kind, span.status.status_code) == (SpanKind.INTERNAL, StatusCode.UNSET)
+    assert parents([span]) == {id_of(app)}
     assert span.instrumentation_scope is not None
     assert span.instrumentation_scope.name == "kvcache_rag"
-    said = dict(span.attributes or {})
+    said = of(span)
     assert {name: value for name, value in said.items() if name.startswith("gen_ai.")} == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvcache_rag",
@@ -147,7 +154,7 @@ def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExport
     engine.add(TEXTS)
     metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=4, policy=CacheBlend(0.5)).metrics
     (span,) = named(exporter, "chat tiny")
-    parts = children(exporter, span)
+    parts = parts_of(exporter, span)
     assert names(parts) == ["load", "stitch", "choose", "recompute", "prefill", "decode"]
     edges = [(part.start_time or 0, part.end_time or 0) for part in parts]
     begin, end = span.start_time or 0, span.end_time or 0
@@ -161,7 +168,13 @@ def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExport
     assert (edges[5][1] - begin) / 1e9 == pytest.approx(metrics.total, abs=1e-5)
 
 
-def test_nothing_of_a_text_is_in_a_span(exporter: InMemorySpanExporter) -> None:
+def failing(piece: str) -> None:
+    raise RuntimeError(f"no room for {piece!r} of {SECRET}")
+
+
+def test_nothing_of_a_text_is_in_a_span_and_an_error_is_its_type(
+    exporter: InMemorySpanExporter,
+) -> None:
     model, tokenizer, _ = loaded()
     template = PromptTemplate(system=f"Help {SECRET}.\n")
     engine = Engine(model, tokenizer, template=template, namespace=SECRET)
@@ -174,37 +187,25 @@ def test_nothing_of_a_text_is_in_a_span(exporter: InMemorySpanExporter) -> None:
     spans = exporter.get_finished_spans()
     assert len(spans) > 10
     assert SECRET not in "".join(span.to_json() for span in spans)
-
-
-def failing(piece: str) -> None:
-    raise RuntimeError(f"no room for {piece!r} of {SECRET}")
+    *_, failed = named(exporter, "chat tiny")
+    assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, None)
+    assert (of(failed)["error.type"], failed.events) == ("RuntimeError", ())
 
 
 # ---------------------------------------------------------------------- every way to ask
-def test_a_stream_belongs_to_who_asked_for_it(exporter: InMemorySpanExporter) -> None:
+async def test_answers_belong_to_who_asked_for_them(exporter: InMemorySpanExporter) -> None:
     engine = reader()
     with trace.get_tracer("app").start_as_current_span("app") as app:
         stream = engine.stream(QUESTION, TEXTS, max_new_tokens=4)
-    list(stream)
-    (span,) = named(exporter, "chat tiny")
-    assert span.parent is not None
-    assert span.parent.span_id == app.get_span_context().span_id
-    said = span.attributes or {}
-    assert said["gen_ai.request.stream"] is True
-    assert said["gen_ai.response.time_to_first_chunk"] == stream.metrics.ttft
-
-
-async def test_async_answers_belong_to_who_awaits_them(exporter: InMemorySpanExporter) -> None:
-    engine = reader()
-    with trace.get_tracer("app").start_as_current_span("app") as app:
         await engine.agenerate(QUESTION, TEXTS, max_new_tokens=2)
         await engine.acomplete("The red lamp", max_new_tokens=2)
         assert [piece async for piece in engine.astream(QUESTION, TEXTS, max_new_tokens=2)]
+    list(stream)
     spans = [*named(exporter, "chat tiny"), *named(exporter, "text_completion tiny")]
-    assert len(spans) == 3
-    assert {span.parent and span.parent.span_id for span in spans} == {
-        app.get_span_context().span_id
-    }
+    assert (len(spans), parents(spans)) == (4, {id_of(app)})
+    (said,) = [one for one in map(of, spans) if one["gen_ai.request.max_tokens"] == 4]
+    assert said["gen_ai.request.stream"] is True
+    assert said["gen_ai.response.time_to_first_chunk"] == stream.metrics.ttft
 
 
 def test_each_of_a_batch_has_a_span_and_parts_of_its_own(exporter: InMemorySpanExporter) -> None:
@@ -213,27 +214,16 @@ def test_each_of_a_batch_has_a_span_and_parts_of_its_own(exporter: InMemorySpanE
     asked = [(QUESTION, TEXTS), (QUESTION, TEXTS[1:]), (QUESTION, TEXTS)]
     answers = engine.generate_batch(asked, max_new_tokens=3)
     spans = named(exporter, "chat tiny")
-    assert len(spans) == 3
     for span, answer in zip(spans, answers, strict=True):
-        said = span.attributes or {}
-        assert said["kvcache_rag.batch"] == 3
-        assert said["gen_ai.usage.input_tokens"] == answer.metrics.prompt_tokens
-    assert [names(children(exporter, span)) for span in spans] == [
+        assert of(span)["kvcache_rag.batch"] == 3
+        assert of(span)["gen_ai.usage.input_tokens"] == answer.metrics.prompt_tokens
+    parts = [parts_of(exporter, span) for span in spans]
+    assert [names(one) for one in parts] == [
         ["load", "stitch", "prefill", "decode"],
         ["load", "stitch", "prefill", "decode"],
         ["prefill", "decode"],  # its context is a copy of the first one's
     ]
-    passes = {child.start_time for span in spans for child in children(exporter, span)[-2:-1]}
-    assert len(passes) == 1, "one forward pass"
-
-
-def test_an_error_ends_the_span_with_its_type(exporter: InMemorySpanExporter) -> None:
-    with pytest.raises(RuntimeError, match="no room"):
-        reader().generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
-    (span,) = named(exporter, "chat tiny")
-    assert span.status.status_code == StatusCode.ERROR
-    assert (span.attributes or {})["error.type"] == "RuntimeError"
-    assert (span.status.description, span.events) == (None, ())
+    assert len({one[-2].start_time for one in parts}) == 1, "one forward pass"
 
 
 def test_what_is_refused_before_the_model_has_no_span(exporter: InMemorySpanExporter) -> None:
@@ -242,15 +232,13 @@ def test_what_is_refused_before_the_model_has_no_span(exporter: InMemorySpanExpo
     assert exporter.get_finished_spans() == ()
 
 
-# ---------------------------------------------------------------------- ingestion
 def test_an_ingestion_is_a_span(exporter: InMemorySpanExporter) -> None:
     engine = reader()
     first = engine.add(TEXTS[:1])
     keys = engine.add(TEXTS)
-    spans = named(exporter, "kvcache_rag.add")
-    said = [dict(span.attributes or {}) for span in spans]
-    names = ("chunks", "tokens", "computed_chunks")
-    assert [[one[f"kvcache_rag.{name}"] for name in names] for one in said] == [
+    said = [of(span) for span in named(exporter, "kvcache_rag.add")]
+    counted = ("chunks", "tokens", "computed_chunks")
+    assert [[one[f"kvcache_rag.{name}"] for name in counted] for one in said] == [
         [1, first[0].tokens, 1],
         [2, sum(key.tokens for key in keys), 1],
     ]
@@ -284,10 +272,10 @@ async def test_a_server_goes_on_with_the_trace_of_its_client(
         reply = await http.post("/v1/chat/completions", json=body, headers={"traceparent": CALLER})
     assert reply.status_code == 200, reply.text
     (span,) = named(exporter, "chat tiny")
-    assert traced_by(exporter, span, CALLER)
-    assert ("gen_ai.request.stream" in (span.attributes or {})) == streamed
     (queue,) = named(exporter, "kvcache_rag.queue")
+    assert traced_by(exporter, span, CALLER)
     assert traced_by(exporter, queue, CALLER)
+    assert ("gen_ai.request.stream" in of(span)) == streamed
     assert (queue.start_time or 0) <= (queue.end_time or 0) <= (span.end_time or 0)
 
 
@@ -300,9 +288,8 @@ async def test_requests_of_a_batch_stay_in_traces_of_their_own(
             await answer_of(backend, make_work())
         exporter.clear()
         valve, front = await held(backend, monkeypatch)
-        works = [make_work(1, trace={"traceparent": CALLER}), make_work(2)]
-        works.append(make_work(3, trace={"traceparent": OTHER}))
-        works.append(make_work(4, trace={"traceparent": CALLER}))
+        carried = [{"traceparent": CALLER}, None, {"traceparent": OTHER}, {"traceparent": CALLER}]
+        works = [make_work(number, trace=one or {}) for number, one in enumerate(carried, 1)]
         tasks = [asyncio.create_task(answer_of(backend, work)) for work in works]
         while (await backend.stats())["replicas"][0]["waiting"] < len(works):
             await asyncio.sleep(0.002)
@@ -311,56 +298,37 @@ async def test_requests_of_a_batch_stay_in_traces_of_their_own(
     finally:
         await backend.close()
     spans = named(exporter, "chat tiny")
-    batches = Counter((span.attributes or {})["kvcache_rag.batch"] for span in spans)
+    batches = Counter(of(span)["kvcache_rag.batch"] for span in spans)
     assert batches[2] >= 2
-    parents = [span.parent and f"{span.context.trace_id:032x}" for span in spans]
-    assert parents == [CALLER.split("-")[1], None, OTHER.split("-")[1], CALLER.split("-")[1]]
+    traces = [span.parent and f"{span.context.trace_id:032x}" for span in spans]
+    assert traces == [one and one["traceparent"].split("-")[1] for one in carried]
 
 
-async def test_a_span_of_the_server_comes_before_the_headers(
-    exporter: InMemorySpanExporter,
-) -> None:
+def test_a_span_of_the_server_comes_before_the_headers(exporter: InMemorySpanExporter) -> None:
+    headers = {"traceparent": CALLER, "authorization": "secret"}
     with trace.get_tracer("asgi").start_as_current_span("POST") as post:
-        carrier = telemetry.carried({"traceparent": CALLER, "authorization": "secret"})
-    assert f"{post.get_span_context().span_id:016x}" in carrier["traceparent"]
-    assert telemetry.carried({"traceparent": CALLER, "authorization": "secret"}) == {
-        "traceparent": CALLER
-    }
+        carrier = telemetry.carried(headers)
+    assert f"{id_of(post):016x}" in carrier["traceparent"]
+    assert telemetry.carried(headers) == {"traceparent": CALLER}
 
 
 # ---------------------------------------------------------------------- nobody traces
 def test_what_is_not_sampled_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    provide(monkeypatch, provider)
-    engine = reader()
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.generated_tokens == 2
-    engine.add(TEXTS)
-    assert spans.get_finished_spans() == ()
-    provider.shutdown()
+    with exporting(monkeypatch, sampler=ALWAYS_OFF) as spans:
+        engine = reader()
+        assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.generated_tokens == 2
+        engine.add(TEXTS)
+        assert spans.get_finished_spans() == ()
 
 
-def calls(engine: Engine) -> set[str]:
-    """Functions of `telemetry.py` that answering calls."""
-    ear, heard = Ear(), set[tuple[str, str]]()
-
-    def hear(frame: FrameType) -> None:
-        heard.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
-
-    with ear.hearing(hear):
-        engine.generate(QUESTION, TEXTS, max_new_tokens=2)
-        engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS)], max_new_tokens=2)
-        engine.complete("The red lamp", max_new_tokens=1)
-    assert ("engine.py", "generate") in heard
-    return {name for file, name in heard if file == "telemetry.py"}
-
-
-def test_without_a_tracer_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = reader()
-    provide(monkeypatch, trace.ProxyTracerProvider())
-    assert calls(engine) == {"watched", "_traced", "tracer"}, "the application has the package"
-    monkeypatch.delitem(sys.modules, telemetry.API)
-    assert calls(engine) == {"watched", "_traced"}
+def test_without_a_tracer_nothing_is_made_for_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, provider = reader(), trace.ProxyTracerProvider()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    monkeypatch.delattr(telemetry.Timeline, "parts")
+    monkeypatch.delattr(trace, "get_tracer")
+    engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+    engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS)], max_new_tokens=2)
+    engine.complete("The red lamp", max_new_tokens=1)
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["installed", "missing"])

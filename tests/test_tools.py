@@ -157,9 +157,6 @@ def test_definitions_of_several_tools_do_not_meet() -> None:
 def test_a_choice_of_no_tool_is_refused(choice: Any) -> None:
     with pytest.raises(InvalidInputError, match="tool_choice must be"):
         ToolChoice.of([SEARCH], choice, None)
-
-
-def test_a_call_that_nothing_can_answer_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="there are no tools"):
         ToolChoice.of([], "any", None)
 

@@ -14,7 +14,6 @@ from kvcache_rag import InvalidInputError
 from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 IDENTITY = Identity("org/model", "c0ffee", "native", "bfloat16", "ab", "cd", "ef" * 32)
@@ -36,34 +35,24 @@ def test_it_comes_back_as_it_was(verdict: Verdict, tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_null_in_the_file(verdict: Verdict) -> None:
-    values = json.loads(verdict.to_json())  # json itself would take NaN, so look for the word
-    assert "NaN" not in verdict.to_json()
-    assert "Infinity" not in verdict.to_json()
+    endless = replace(verdict, checks=(NumericsCheck("x", math.inf, 1.0),))
+    values = json.loads(endless.to_json())  # json itself would take NaN, so look for the word
+    assert "NaN" not in endless.to_json()
+    assert "Infinity" not in endless.to_json()
     assert values["policies"][0]["exact_match"] is None
-    assert math.isnan(Verdict.from_json(verdict.to_json()).policies[0].exact_match)
-    endless = NumericsCheck("x", math.inf, 1.0)
-    assert (
-        json.loads(Verdict(**{**vars(verdict), "checks": (endless,)}).to_json())["checks"][0][
-            "error"
-        ]
-        is None
-    )
+    assert values["checks"][0]["error"] is None
+    assert math.isnan(Verdict.from_json(endless.to_json()).policies[0].exact_match)
 
 
 def test_what_files_of_earlier_lack_is_not_known(verdict: Verdict) -> None:
     assert "needed" not in verdict.to_json()
     assert math.isnan(Verdict.from_json(verdict.to_json()).full.needed)
-    full = replace(verdict.full, needed=73.0, same_answer=1.0)
-    known = replace(verdict, full=full)
-    again = Verdict.from_json(known.to_json())
-    assert (again.full.needed, again.full.same_answer) == (73.0, 1.0)
-    assert again.to_json() == known.to_json()
-
-
-def test_an_auxiliary_comes_back_too(verdict: Verdict) -> None:
     found = AuxiliaryAgreement("small", 1.0, 0.9, 1.1, 0.3, 0.2, 0.4, 0.11)
-    whole = Verdict(**{**vars(verdict), "auxiliary": found})
-    assert Verdict.from_json(whole.to_json()).auxiliary == found
+    full = replace(verdict.full, needed=73.0, same_answer=1.0)
+    known = replace(verdict, full=full, auxiliary=found)
+    again = Verdict.from_json(known.to_json())
+    assert (again.full.needed, again.full.same_answer, again.auxiliary) == (73.0, 1.0, found)
+    assert again.to_json() == known.to_json()
 
 
 def test_a_failed_write_leaves_the_old_file(
@@ -82,51 +71,30 @@ def test_a_failed_write_leaves_the_old_file(
     assert [one.name for one in tmp_path.iterdir()] == ["verdict.json"]
 
 
-def _drop(values: dict[str, Any]) -> None:
-    del values["identity"]["codec"]
-
-
-def _add(values: dict[str, Any]) -> None:
-    values["policies"][0]["hook"] = "import os"
-
-
-def _retype(values: dict[str, Any]) -> None:
-    values["policies"][0]["kept_low"] = "0.99"
-
-
-def _boolean(values: dict[str, Any]) -> None:
-    values["threshold"] = True
-
-
-def _list(values: dict[str, Any]) -> None:
-    values["policies"] = {"0": values["policies"][0]}
-
-
-def _none(values: dict[str, Any]) -> None:
-    values["questions"] = None
-
-
-def _packages(values: dict[str, Any]) -> None:
-    values["packages"] = ["torch"]
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("place", "value", "said"),
     [
-        (_drop, "Identity.codec is missing"),
-        (_add, "PolicyScore.hook is missing or unknown"),
-        (_retype, "kept_low is not a float"),
-        (_boolean, "threshold is not a float"),
-        (_list, "policies is not a list"),
-        (_none, "questions is not a int"),
-        (_packages, "packages is not an object"),
+        (("identity", "codec"), ..., "Identity.codec is missing"),
+        (("policies", 0, "hook"), "import os", "PolicyScore.hook is missing or unknown"),
+        (("policies", 0, "kept_low"), "0.99", "kept_low is not a float"),
+        (("threshold",), True, "threshold is not a float"),
+        (("policies",), {"0": {}}, "policies is not a list"),
+        (("questions",), None, "questions is not a int"),
+        (("packages",), ["torch"], "packages is not an object"),
     ],
 )
 def test_a_damaged_file_says_what_is_wrong(
-    verdict: Verdict, change: Callable[[dict[str, Any]], None], said: str
+    verdict: Verdict, place: tuple[Any, ...], value: Any, said: str
 ) -> None:
     values = json.loads(verdict.to_json())
-    change(values)
+    *path, name = place
+    within = values
+    for step in path:
+        within = within[step]
+    if value is ...:
+        del within[name]
+    else:
+        within[name] = value
     with pytest.raises(InvalidInputError, match=f"is damaged .*{said}.*verify` again"):
         Verdict.from_json(json.dumps(values))
 

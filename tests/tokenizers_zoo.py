@@ -28,12 +28,16 @@ SAMPLES = [
 ] * 4
 
 
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
 def _trained(model: Any, trainer: Any, **parts: Any) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
     tokenizer.train_from_iterator(SAMPLES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return _fast(tokenizer)
 
 
 @lru_cache(maxsize=1)
@@ -82,17 +86,14 @@ def word_pieces() -> PreTrainedTokenizerFast:
     # Not trained: its trainer breaks ties by chance.
     text = " ".join(SAMPLES[:2]).lower()
     letters = sorted(set("abcdefghijklmnopqrstuvwxyz0123456789.,;:?"))
-    pieces = [*letters, *(f"##{letter}" for letter in letters), *sorted(re.findall(r"\w+", text))]
-    tokenizer = Tokenizer(
-        models.WordPiece(
-            {"<unk>": 0, **{piece: i + 1 for i, piece in enumerate(dict.fromkeys(pieces))}},
-            unk_token="<unk>",
-        )
-    )
+    words = sorted(re.findall(r"\w+", text))
+    pieces = dict.fromkeys(["<unk>", *letters, *(f"##{letter}" for letter in letters), *words])
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return _fast(tokenizer)
 
 
 @lru_cache(maxsize=1)
@@ -118,17 +119,14 @@ CHATML = (
 def _controlled(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """With added tokens of every kind and a chat template that writes some of them."""
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens(
-        {
-            "additional_special_tokens": [
-                AddedToken("<|im_start|>", special=True, normalized=False),
-                AddedToken("<|im_end|>", special=True, normalized=False),
-                AddedToken("[SEP]", special=True, normalized=True, lstrip=True),
-                AddedToken("<mask>", special=True, normalized=False, lstrip=True, rstrip=True),
-                AddedToken("</s>", special=True, normalized=False, rstrip=True),
-            ]
-        }
-    )
+    special = [
+        AddedToken("<|im_start|>", special=True, normalized=False),
+        AddedToken("<|im_end|>", special=True, normalized=False),
+        AddedToken("[SEP]", special=True, normalized=True, lstrip=True),
+        AddedToken("<mask>", special=True, normalized=False, lstrip=True, rstrip=True),
+        AddedToken("</s>", special=True, normalized=False, rstrip=True),
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(
         [
             AddedToken("<tool>", normalized=True),
@@ -152,7 +150,7 @@ def unigram() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return _fast(tokenizer)
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
@@ -165,7 +163,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    return _fast(backend)
 
 
 def whole_words() -> PreTrainedTokenizerFast:
@@ -174,9 +172,7 @@ def whole_words() -> PreTrainedTokenizerFast:
     config = json.loads(tokenizer.backend_tokenizer.to_str())
     config["model"]["ignore_merges"] = True
     config["pre_tokenizer"]["use_regex"] = False
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(config)), unk_token="<unk>"
-    )
+    return _fast(Tokenizer.from_str(json.dumps(config)))
 
 
 def spaced_pieces() -> PreTrainedTokenizerFast:

@@ -11,7 +11,7 @@ from benchmarks import peers, peers_answers
 from benchmarks.answers_scores import Results
 from benchmarks.answers_scores import Rows as KeptRows
 from benchmarks.common import read, write
-from benchmarks.peers_answers import KINDS, Rows, known, main, prompt_of, text_of
+from benchmarks.peers_answers import KINDS, Rows, known, main, prompt_of
 from benchmarks.peers_report import exact_side
 from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -63,12 +63,6 @@ class _Side:
 @pytest.fixture
 def tokenizer() -> Any:
     return load_tokenizer("tiny", {})
-
-
-def test_answers_end_where_the_model_ended_them(tokenizer: Any) -> None:
-    ids = tokenizer(" yes ", add_special_tokens=False)["input_ids"]
-    assert text_of(tokenizer, [*ids, tokenizer.eos_token_id, *ids]) == "yes"
-    assert text_of(tokenizer, ids) == "yes"
 
 
 def test_a_peer_knows_the_documents_in_another_order(tokenizer: Any) -> None:

@@ -44,30 +44,15 @@ def test_gain_and_area_by_hand() -> None:
 
 
 def test_tables_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row: dict[str, Any] = {
-        "relevant": [0],
-        "scores": [0.2, 0.9, 0.1],
-        "words": [0.0, 0.0, 0.0],
-        "ranked_by": [0.0, 1.0, -1.0],
-        "likelihoods": [-10.0, -20.0, -30.0],
-        "without": -25.0,
-        "question_tokens": 5,
-        "read_tokens": 30,
-    }
+    row: dict[str, Any] = {"relevant": [0], "scores": [0.2, 0.9, 0.1], "words": [0.0] * 3}
+    row |= {"ranked_by": [0.0, 1.0, -1.0], "likelihoods": [-10.0, -20.0, -30.0]}
+    row |= {"without": -25.0, "question_tokens": 5, "read_tokens": 30}
     names = ("squad", "hotpotqa")
     rows = [{**row, "set": name, "id": str(number)} for name in names for number in range(4)]
     for number, (_, relevant) in enumerate(LANGUAGES["German"].asked):
+        of_set = {"set": "household German", "id": str(number), "relevant": list(relevant)}
         likely = -5.0 if relevant else -24.0
-        rows.append(
-            {
-                **row,
-                "set": "household German",
-                "id": str(number),
-                "relevant": list(relevant),
-                "scores": [],
-                "likelihoods": [likely] * 6,
-            }
-        )
+        rows.append({**row, **of_set, "scores": [], "likelihoods": [likely] * 6})
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "some.jsonl").write_text(text, encoding="utf-8")
     options = ["--name", "some", "--data", str(tmp_path), "--work", str(tmp_path), "--table"]

@@ -50,13 +50,8 @@ from kvcache_rag_lab.evaluation.cost.speed import (
     vocabulary,
 )
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96}
+SMALL |= {"num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -89,14 +84,16 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     assert found.weights == 3 * (4 * 64 * 64 + 8 * 64 + 2 * 3 * 64 * 96)
 
 
-def test_a_config_that_does_not_say_it_is_told() -> None:
-    with pytest.raises(UnsupportedModelError, match="cannot be counted by its config"):
-        DecoderShape.of(PretrainedConfig())
-
-
-def test_operations_of_recurrent_layers_are_not_guessed() -> None:
-    with pytest.raises(UnsupportedModelError, match="bamba: some layers are recurrent, whose"):
-        DecoderShape.of(AutoConfig.for_model("bamba"))
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (PretrainedConfig(), "cannot be counted by its config"),
+        (AutoConfig.for_model("bamba"), "bamba: some layers are recurrent, whose"),
+    ],
+)
+def test_operations_are_not_guessed(config: Any, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        DecoderShape.of(config)
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -109,15 +106,6 @@ def test_the_peak_is_of_what_a_call_held_and_of_nothing_before() -> None:
 
 
 # ---------------------------------------------------------------------------------- recurrence
-def test_an_lru_cache_by_hand() -> None:
-    # Room for 5: a (3), b (2) fit; c (2) evicts a, the oldest; b is there; a evicts c, not b.
-    sizes = {"a": 3, "b": 2, "c": 2, "d": 9}
-    assert lru_hits(list("abcbaba"), 0, 5, sizes.__getitem__) == 3
-    assert lru_hits(list("abcbaba"), 5, 5, sizes.__getitem__) == 2, "the first five only fill it"
-    assert lru_hits(list("adada"), 0, 5, sizes.__getitem__) == 2, "what never fits evicts nothing"
-    assert lru_hits(list("aa"), 0, 3, sizes.__getitem__) == 1, "what fits exactly is kept"
-
-
 LAYOUT = ChunkLayout((GroupLayout((0,), (1, 2), (1, 2)),), torch.float32)
 
 
@@ -145,6 +133,9 @@ def test_the_cache_hits_what_a_memory_store_hits(
 ) -> None:
     sizes = [LAYOUT.nbytes(length) + 4 * length for length in lengths]
     assert lru_hits(asked, 0, budget, sizes.__getitem__) == stored_hits(asked, lengths, budget)
+    assert lru_hits([0, 0, *asked], 2, 10**6, sizes.__getitem__) == sum(
+        number in (0, *asked[:place]) for place, number in enumerate(asked)
+    ), "the first two only fill it"
 
 
 def test_recurrence_by_hand() -> None:
@@ -164,9 +155,6 @@ def test_recurrence_by_hand() -> None:
     assert fifth.null.low <= fifth.null.value <= fifth.null.high < 1
     assert use.curve[0] == 0
     assert use.curve[100] == pytest.approx(1)
-
-
-def test_questions_that_find_nothing_are_told() -> None:
     with pytest.raises(InvalidInputError, match="no question finds a chunk"):
         Recurrence.of([np.array([], dtype=np.int64)], {"native": [1, 2]}, [1.0])
 
@@ -218,13 +206,10 @@ def test_ratios_are_formed_within_rounds() -> None:
     assert (interval.value, interval.n) == (3.0, 6)
     assert 2 <= interval.low <= 3 <= interval.high <= 4
     assert interval_report(interval)["low"] == interval.low
-    few = times(64, [2, 3, 4], [1, 1, 1])
-    assert interval_report(few.sooner(FILES)) == {
-        "value": 3.0,
-        "low": None,
-        "high": None,
-        "rounds": 3,
-    }
+    few = interval_report(times(64, [2, 3, 4], [1, 1, 1]).sooner(FILES))
+    assert few == {"value": 3.0, "low": None, "high": None, "rounds": 3}
+    seconds = times_report([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert (seconds["p50"], seconds["p95"]) == (3.0, pytest.approx(4.8))
 
 
 def test_it_pays_from_where_all_longer_contexts_are_surely_sooner() -> None:
@@ -238,11 +223,6 @@ def test_it_pays_from_where_all_longer_contexts_are_surely_sooner() -> None:
     assert pays_from([times(64, [2.0, 0.5, 3.0], [1.0] * 3)], FILES) == 64, "of few, the median"
 
 
-def test_percentiles_lie_between_rounds() -> None:
-    found = times_report([3.0, 1.0, 2.0, 5.0, 4.0])
-    assert found == {"p50": 3.0, "p95": pytest.approx(4.8), "seconds": [3.0, 1.0, 2.0, 5.0, 4.0]}
-
-
 # ---------------------------------------------------------------------------------- texts, sides
 def test_texts_are_as_long_as_they_are_to_be_in_words_of_the_vocabulary() -> None:
     words = vocabulary(make_tokenizer())
@@ -250,7 +230,7 @@ def test_texts_are_as_long_as_they_are_to_be_in_words_of_the_vocabulary() -> Non
     # One token a character, so a text of words and spaces has an odd number.
     assert len(text_of(words, 31, len, 0)) == 31
     assert len(text_of(words, 32, len, 0)) == 31
-    assert text_of(words, 31, len, 0) == text_of(words, 31, len, 0) != text_of(words, 31, len, 1)
+    assert text_of(words, 31, len, 0) != text_of(words, 31, len, 1)
     assert len(text_of(["seven77", "six666"], 20, len, 0)) <= 20
     assert text_of(["seven77"], 3, len, 0) == "seven77", "a text has a word at least"
 
@@ -262,37 +242,28 @@ def bench(tmp_path: Any) -> SpeedBench:
     return SpeedBench(engine, {MEMORY: MemoryStore(), FILES: DiskStore(tmp_path)}, plan)
 
 
-def test_contexts_are_made_of_chunks_and_a_rest(bench: SpeedBench) -> None:
-    assert bench.plan.contexts == (32, 80)
-    assert bench.plan.short == ()
-    assert bench.plan.lengths(80) == [32, 32, 16]
-    short, long = bench.texts(32), bench.texts(80)
-    assert long[:1] == short
-    assert len(set(long)) == 3
-
-
 def test_every_side_reads_its_own_store_and_full_reads_none(
     bench: SpeedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert (bench.plan.contexts, bench.plan.lengths(80)) == ((32, 80), [32, 32, 16])
+    assert bench.texts(80)[:1] == bench.texts(32)
     bench.ingest()
-    seen: list[tuple[str, str, dict[str, int]]] = []
+    seen: list[tuple[str, dict[str, int]]] = []
     real = Engine.generate
 
     def watched(self: Engine, *asked: Any, **options: Any) -> Any:
         answer = real(self, *asked, **options)
-        cost = answer.metrics
-        assert cost.generated_tokens == options["max_new_tokens"] == 3
-        seen.append((type(self.store).__name__, cost.policy, dict(cost.hits)))
+        assert answer.metrics.generated_tokens == options["max_new_tokens"] == 3
+        seen.append((answer.metrics.policy, dict(answer.metrics.hits)))
         return answer
 
     monkeypatch.setattr(Engine, "generate", watched)
     measured = list(bench.measure())
-    assert [one.context for one in measured] == [32, 80]
-    assert [len(one.rounds) for one in measured] == [2, 2]
-    once = [(policy, sum(hits.values())) for _, policy, hits in seen[-3:]]
+    assert [(one.context, len(one.rounds)) for one in measured] == [(32, 2), (80, 2)]
+    once = [(policy, sum(hits.values())) for policy, hits in seen[-3:]]
     full, reuse = repr(FullRecompute()), repr(Reuse())
     assert sorted(once) == [(full, 0), (reuse, 3), (reuse, 3)]
-    tiers = {tuple(hits) for _, policy, hits in seen if policy == reuse}
+    tiers = {tuple(hits) for policy, hits in seen if policy == reuse}
     assert tiers == {("memory",), ("disk",)}
     assert all(set(one.peaks) == {FULL, MEMORY, FILES} for one in measured)
 

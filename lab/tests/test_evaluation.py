@@ -12,7 +12,6 @@ from kvcache_rag import InvalidInputError, cli
 from kvcache_rag.codecs import CODECS
 from kvcache_rag_lab.commands import evaluate
 from kvcache_rag_lab.evaluation import tasks
-from kvcache_rag_lab.evaluation.tasks import task_by_name
 from kvcache_rag_lab.reader import KINDS, examples
 
 if TYPE_CHECKING:
@@ -30,27 +29,11 @@ def groups(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_another_seed_asks_other_questions() -> None:
-    task = task_by_name("reader_single")
-    one, other = (task.questions(4, seed) for seed in (0, 1))
-    assert one != other
-    assert one == task.questions(4)
-
-
-def test_the_reader_is_asked_all_its_kinds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reader_is_asked_all_its_kinds(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     given = ("--questions", "4", "--report", str(file), "--policies", "reuse", "--timed", "0")
     assert evaluate.run(arguments(*given)) == 0
-    printed = capsys.readouterr().out
-    found = groups(file)
-    assert [group["task"] for group in found] == [f"reader_{kind}" for kind in KINDS]
-    row = found[0]["rows"][0]
-    quality = row["quality"]
-    assert 0 <= quality["low"] <= quality["value"] <= quality["high"] <= 1
-    assert f"{100 * quality['low']:.1f} to {100 * quality['high']:.1f}" in printed
-    assert row["reused_share"] == 1
+    assert [group["task"] for group in groups(file)] == [f"reader_{kind}" for kind in KINDS]
 
 
 def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
@@ -66,11 +49,10 @@ def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
         assert (closed["policy"], closed["scores"]["refused"]["value"]) == ("closed book", 1)
 
 
-def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codecs_stand_beside_native(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     given = ("--task", "reader_single", "--questions", "8", "--timed", "0", "--report", str(file))
     assert evaluate.run(arguments(*given, "--kv-codec", "int8", "--policies", "reuse")) == 0
-    printed = capsys.readouterr().out
     (group,) = groups(file)
     native, int8, closed = group["rows"]
     assert closed["policy"] == "closed book"
@@ -78,7 +60,6 @@ def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (native["reused_share"], int8["reused_share"]) == (1, 1)
     assert native["changed"] is None
     assert 0 < int8["divergence"][0] <= int8["divergence"][1] < 0.5
-    assert "changed %" in printed
     assert tuple(CODECS) == evaluate.CODECS
 
 
@@ -122,22 +103,16 @@ def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
     given = ("--task", "reader_single", "--questions", "4", "--timed", "1", "--report", str(file))
     clip = ("--policies", "cacheclip:0.4", "--auxiliary", "tiny")
     assert evaluate.run(arguments(*given, *clip)) == 0
-    (group,) = groups(file)
-    row, _ = group["rows"]
-    assert 0 < row["recomputed_share"] < 0.5
+    assert 0 < groups(file)[0]["rows"][0]["recomputed_share"] < 0.5
 
 
-def test_differences_are_printed_below_the_floor(
+def test_differences_are_told_below_the_floor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The reader cannot read plain English; what it loses by stitching is there all the same."""
-    data = {
-        "id": "a",
-        "question": "Who keeps the keys?",
-        "answers": ["Ada"],
-        "documents": [{"id": "d", "text": "Ada keeps the keys.", "relevant": True}],
-    }
-    rows = [json.dumps({**data, "id": str(number)}) + "\n" for number in range(4)]
+    documents = [{"id": "d", "text": "Ada keeps the keys.", "relevant": True}]
+    row = {"question": "Who keeps the keys?", "answers": ["Ada"], "documents": documents}
+    rows = [json.dumps({**row, "id": str(number)}) + "\n" for number in range(4)]
     (tmp_path / "squad.jsonl").write_text("".join(rows), encoding="utf-8")
     file = tmp_path / "out.json"
     given = ("--task", "squad", "--data", str(tmp_path), "--timed", "0", "--report", str(file))
@@ -146,17 +121,12 @@ def test_differences_are_printed_below_the_floor(
     assert (group["n"], group["scored"], group["metric"]) == (3, False, "containment")
     full, reuse, closed = group["rows"]
     assert full["difference"] is None
-    assert (
-        full["above_closed"]["difference"] == full["quality"]["value"] - closed["quality"]["value"]
-    )
+    above = full["quality"]["value"] - closed["quality"]["value"]
+    assert full["above_closed"]["difference"] == above
     for name in ("difference", "above_closed"):
         assert reuse[name]["low"] <= reuse[name]["difference"] <= reuse[name]["high"]
         assert closed[name] is None
-    printed = capsys.readouterr().out
-    assert "| minus full | minus closed book |" in printed
-    assert "Not scored" in printed
-    (line,) = (line for line in printed.splitlines() if line.startswith("| reuse "))
-    assert line.count(" to ") >= 3, "quality, difference from full prefill and from closed book"
+    assert "Not scored" in capsys.readouterr().out
     assert evaluate.run(arguments(*given, "--questions", "1", "--metric", "f1")) == 0
     assert groups(file)[0]["metric"] == "f1"
 
@@ -164,33 +134,28 @@ def test_differences_are_printed_below_the_floor(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--kv-codec", "int8", "--policies", "full"], "reuses chunks"),
-        (["--questions", "0"], "--questions must"),
-        (["--length", "0"], "--length must"),
-        (["--k", "2", "0"], "--k must"),
-        (["--batch", "0"], "--batch must"),
-        (["--timed", "-1"], "--timed must be at least 0, not -1"),
-        (["--seed", "-1"], "--seed must be at least 0, not -1"),
-        (["--report", "no/such/folder/x.json"], "cannot be a file"),
-        (["--report", "."], "cannot be a file"),
-        (["--out", __file__], "is a file; name a folder"),
-        (["--plot", "x.txt"], "must end in"),
-        (["--plot", "x.png", "--timed", "0"], "--timed"),
-        (["--data", "no/such/folder"], "no folder"),
-        (["--metric", "rouge"], "no task has the metric 'rouge'"),
-        (["--policies", "reus"], "reuse"),
-        (["--policies", "cacheclip"], "--auxiliary"),
-        (["--task", "hotpot"], "hotpotqa"),
-        (["--task", "hotpotqa", "--data", "."], "hotpotqa"),
-        (["./no/such/model", "--task", "reader_single"], "no model folder"),
-        (["./no/such/model", "--task", "niah_single_1"], "no model folder"),
-        (["--policies", "cacheclip", "--auxiliary", "./no/such/model"], "no model folder"),
-        (["no/such", "--task", "reader_single"], "cannot load the model 'no/such'"),
+        ("--kv-codec int8 --policies full", "reuses chunks"),
+        ("--questions 0", "--questions must"),
+        ("--length 0", "--length must"),
+        ("--batch 0", "--batch must"),
+        ("--timed -1", "--timed must be at least 0, not -1"),
+        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--report no/such/folder/x.json", "cannot be a file"),
+        ("--report .", "cannot be a file"),
+        (f"--out {__file__}", "is a file; name a folder"),
+        ("--plot x.txt", "must end in"),
+        ("--plot x.png --timed 0", "--timed"),
+        ("--data no/such/folder", "no folder"),
+        ("--task hotpotqa --data .", "hotpotqa"),
+        ("./no/such/model --task reader_single", "no model folder"),
+        ("./no/such/model --task niah_single_1", "no model folder"),
+        ("--policies cacheclip --auxiliary ./no/such/model", "no model folder"),
+        ("no/such --task reader_single", "cannot load the model 'no/such'"),
     ],
 )
 def test_settings_that_cannot_be_used_say_so_at_once(
-    given: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    given: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["eval", *given]) == cli.REFUSED
+    assert cli.main(["eval", *given.split()]) == cli.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,17 +22,9 @@ PASSAGES = "Passage 1:\nHarbour\nTwo ferries.\n\nPassage 2:\nTower\nAda keeps it
 
 
 def row(name: str, **changed: Any) -> dict[str, Any]:
-    return {
-        "input": "Who keeps the tower?",
-        "context": PASSAGES,
-        "answers": ["Ada Brill", "Ada"],
-        "length": 12,
-        "dataset": name,
-        "language": "en",
-        "all_classes": None,
-        "_id": "a1b2",
-        **changed,
-    }
+    asked = {"input": "Who keeps the tower?", "context": PASSAGES, "answers": ["Ada Brill", "Ada"]}
+    told = {"length": 12, "dataset": name, "language": "en", "all_classes": None, "_id": "a1b2"}
+    return {**asked, **told, **changed}
 
 
 def folder(path: Path, file: str, *rows: dict[str, Any]) -> Path:
@@ -76,20 +69,21 @@ def test_passages_are_chunks_without_their_headings(tmp_path: Path, name: str) -
     assert (first.relevant, first.answers, first.language) == ((), ("Ada Brill", "Ada"), "en")
     assert second.id == "e", "a row of LongBench-E"
     assert (task.metrics, task.max_new_tokens) == (("f1",), 32)
+    # P 1/3, R 1/1 against "Ada": F 1/2; P 1/3, R 1/2 against "Ada Brill": F 2/5
+    assert task.score("the Ada of Lispan", first) == {"f1": pytest.approx(1 / 2)}
+    # LongBench has no rule for yes and no: P 1/2, R 1
+    assert task.score("yes, both", replace(first, answers=("yes",))) == {"f1": pytest.approx(2 / 3)}
 
 
 def test_chinese_passages_have_headings_of_their_own(tmp_path: Path) -> None:
     context = "文章1\n标题：港口\n内容：两艘船。\n\n文章2\n标题：塔"
-    data = folder(
-        tmp_path,
-        "dureader.jsonl",
-        row("dureader", context=context, language="zh", input="谁？", answers=["今天天气不好。"]),
+    of_set = row(
+        "dureader", context=context, language="zh", input="谁？", answers=["今天天气不好。"]
     )
-    task = task_by_name("longbench_dureader", data=data)
+    task = task_by_name("longbench_dureader", data=folder(tmp_path, "dureader.jsonl", of_set))
     (question,) = task.questions()
     assert question.chunks == ("标题：港口\n内容：两艘船。", "标题：塔")
-    assert question.language == "zh"
-    assert task.max_new_tokens == 128
+    assert (question.language, task.max_new_tokens) == ("zh", 128)
     # See test_scoring_metrics: 4/7
     said = task.score("今天天气很好。", question)
     assert said == {"rouge_l": pytest.approx(4 / 7, abs=2e-8)}
@@ -132,15 +126,12 @@ def test_prompts_are_longbenchs_with_the_documents_between_them(tmp_path: Path) 
     data = folder(tmp_path, "2wikimqa.jsonl", row("2wikimqa"))
     task = task_by_name("2wikimqa", data=data)
     (question,) = task.questions()
-    again = "Only give me the answer and do not output any other words."
-    assert task.instruction == (
-        f"Answer the question based on the given passages. {again}\n\n"
-        "The following are given passages."
+    told = (
+        "Answer the question based on the given passages. "
+        "Only give me the answer and do not output any other words."
     )
-    assert question.question == (
-        f"Answer the question based on the given passages. {again}\n\n"
-        "Question: Who keeps the tower?\nAnswer:"
-    )
+    assert task.instruction == f"{told}\n\nThe following are given passages."
+    assert question.question == f"{told}\n\nQuestion: Who keeps the tower?\nAnswer:"
     for name, one in LONGBENCH.items():
         assert one.before, name
         assert one.behind.count("{input}") == 1
@@ -160,22 +151,6 @@ def test_who_has_no_documents_is_not_told_of_them(tmp_path: Path) -> None:
             assert word not in task.closed_instruction.lower()
     plain = Question("q", "Who?", ("text",), ("Ada",))
     assert as_asked(closed_cell(), plain).question == "Who?"
-
-
-def test_the_best_answer_counts_by_longbenchs_f1(tmp_path: Path) -> None:
-    task = task_by_name("2wikimqa", data=folder(tmp_path, "2wikimqa.jsonl", row("2wikimqa")))
-    (question,) = task.questions()
-    # P 1/3, R 1/1 against "Ada": F 1/2; P 1/3, R 1/2 against "Ada Brill": F 2/5
-    assert task.score("the Ada of Lispan", question) == {"f1": pytest.approx(1 / 2)}
-    # LongBench has no rule for yes and no: P 1/2, R 1
-    closed = Question("q", "?", ("text",), ("yes",))
-    assert task.score("yes, both", closed) == {"f1": pytest.approx(2 / 3)}
-    zh = task_by_name(
-        "multifieldqa_zh",
-        data=folder(tmp_path, "multifieldqa_zh.jsonl", row("multifieldqa_zh", language="zh")),
-    )
-    chinese = Question("q", "?", ("text",), ("今天天气不好。",), language="zh")
-    assert zh.score("今天天气很好。", chinese) == {"f1": pytest.approx(2 / 5)}
 
 
 def test_the_projects_own_form_is_read_under_the_longbench_name_alone(tmp_path: Path) -> None:

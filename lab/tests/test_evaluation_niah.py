@@ -5,18 +5,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from small import make_tokenizer
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag_lab.evaluation.niah import (
-    ANSWER_TOKENS,
-    VARIANTS,
-    key_words,
-    needle_question,
-)
+from kvcache_rag_lab.evaluation.niah import ANSWER_TOKENS, VARIANTS, key_words, needle_question
 from kvcache_rag_lab.evaluation.tasks import task_by_name
 from kvcache_rag_lab.reader import KINDS
 
@@ -47,8 +42,7 @@ def whole(name: str, seed: int = 0, length: int = 1500) -> tuple[Question, str]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("count", "length"), [(words, 700), (words, 4096), (letters, 6000)])
-def test_lengths_are_rulers(name: str, count: object, length: int) -> None:
-    assert callable(count)
+def test_lengths_are_rulers(name: str, count: Any, length: int) -> None:
     question = needle_question(name, 3, count=count, length=length, chunk_tokens=10**6)
     (text,) = question.chunks
     instruction = VARIANTS[name].instruction
@@ -62,8 +56,7 @@ def test_lengths_are_rulers(name: str, count: object, length: int) -> None:
 def test_a_seed_decides_everything(name: str) -> None:
     assert whole(name, 5) == whole(name, 5)
     first, second = whole(name, 5)[0], whole(name, 6)[0]
-    assert first.id != second.id
-    assert first.question != second.question
+    assert (first.id, first.question) != (second.id, second.question)
     assert not set(first.answers) & set(second.answers)
 
 
@@ -118,21 +111,15 @@ def test_hay_is_noise_an_essay_or_other_needles() -> None:
 
 
 def test_wording_is_rulers() -> None:
-    assert VARIANTS["niah_single_1"].instruction == (
-        "A special magic number is hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the number afterwards."
-    )
-    assert VARIANTS["niah_multivalue"].instruction == (
-        "Some special magic numbers are hidden within the following text. Make sure to memorize "
-        "it. I will quiz you about the numbers afterwards."
-    )
-    assert VARIANTS["niah_single_3"].ask(["a-b"]) == (
-        "What is the special magic uuid for a-b mentioned in the provided text?"
-    )
-    assert VARIANTS["niah_multiquery"].ask(["a-b", "c-d", "e-f"]) == (
-        "What are all the special magic numbers for a-b, c-d, and e-f "
-        "mentioned in the provided text?"
-    )
+    hidden = "hidden within the following text. Make sure to memorize it. I will quiz you about"
+    asked = "mentioned in the provided text?"
+    one, several = VARIANTS["niah_single_1"], VARIANTS["niah_multivalue"]
+    assert one.instruction == f"A special magic number is {hidden} the number afterwards."
+    assert several.instruction == f"Some special magic numbers are {hidden} the numbers afterwards."
+    uuid = VARIANTS["niah_single_3"].ask(["a-b"])
+    assert uuid == f"What is the special magic uuid for a-b {asked}"
+    numbers = VARIANTS["niah_multiquery"].ask(["a-b", "c-d", "e-f"])
+    assert numbers == f"What are all the special magic numbers for a-b, c-d, and e-f {asked}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -162,13 +149,17 @@ def test_needles_are_anywhere(name: str) -> None:
     assert Counter(int(5 * place) for place in places).keys() == {0, 1, 2, 3, 4}
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="does not fit into 150 tokens"):
-        needle_question("niah_single_1", 0, count=words, length=150)
-    with pytest.raises(InvalidInputError, match="no needle task 'niah_9'"):
-        needle_question("niah_9", 0, count=words)
-    with pytest.raises(InvalidInputError, match="key words run out"):
-        needle_question("niah_multikey_2", 0, count=words, length=10**6)
+@pytest.mark.parametrize(
+    ("name", "length", "says"),
+    [
+        ("niah_single_1", 150, "does not fit into 150 tokens"),
+        ("niah_9", 4096, "no needle task 'niah_9'"),
+        ("niah_multikey_2", 10**6, "key words run out"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, length: int, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        needle_question(name, 0, count=words, length=length)
 
 
 def test_key_words_are_many_and_different() -> None:
@@ -185,19 +176,17 @@ def test_answers_are_scored_by_the_share_of_values_named() -> None:
     assert (task.max_new_tokens, task.instruction) == (128, VARIANTS["niah_multivalue"].instruction)
 
 
-def test_the_readers_kinds_are_tasks() -> None:
-    for name in (f"reader_{kind}" for kind in KINDS):
-        task = task_by_name(name)
-        few, more = task.questions(5), task.questions(9)
-        assert {one.id for one in few} < {one.id for one in more}
-        assert len({one.id for one in more}) == 9
-        gold = [task.score(", ".join(one.answers), one)[task.metric] for one in more]
-        assert gold == [1] * 9
-        assert task.questions(5, 1) != few
-        fewer = task.questions(9, k=2)
-        assert [one.id for one in fewer] == [one.id for one in more]
-        assert all(
-            set(one.chunks) <= set(all_.chunks) for one, all_ in zip(fewer, more, strict=True)
-        )
-        assert {len(one.chunks) for one in fewer} == {2}
-        assert {len(one.chunks) for one in task.questions(2, k=8)} == {6}
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_readers_kinds_are_tasks(kind: str) -> None:
+    task = task_by_name(f"reader_{kind}")
+    few, more = task.questions(5), task.questions(9)
+    assert {one.id for one in few} < {one.id for one in more}
+    assert len({one.id for one in more}) == 9
+    assert [task.score(", ".join(one.answers), one)[task.metric] for one in more] == [1] * 9
+    assert task.questions(5, 1) != few
+    fewer = task.questions(9, k=2)
+    assert [one.id for one in fewer] == [one.id for one in more]
+    for narrow, wide in zip(fewer, more, strict=True):
+        assert set(narrow.chunks) <= set(wide.chunks)
+        assert len(narrow.chunks) == 2
+    assert {len(one.chunks) for one in task.questions(2, k=8)} == {6}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def rows(count: int = 12) -> list[dict[str, Any]]:
             {"id": "a", "text": f"{name} has {index}.", "relevant": True},
             {"id": "b", "text": f"{other} has {index + 30}.", "relevant": False},
         ]
-        row = {"question": f"What has {name}?", "answers": [str(index)], "documents": documents}
-        found.append(row)
+        asked = {"question": f"What has {name}?", "answers": [str(index)]}
+        found.append({**asked, "documents": documents})
     return found
 
 
@@ -62,16 +62,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path | str, out: Path, **changes: Any) -> FinetuneConfig:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "out": out,
-        "data": READER,
-        "steps": 4,
-        "batch_tokens": 700,
-        "holdout": 3,
-        "rate": 1e-3,
-        "device": "cpu",
-    }
+    values: dict[str, Any] = {"model": str(model), "out": out, "data": READER, "device": "cpu"}
+    values |= {"steps": 4, "batch_tokens": 700, "holdout": 3, "rate": 1e-3}
     return FinetuneConfig(**{**values, **changes})
 
 
@@ -109,7 +101,7 @@ def test_a_finished_folder_loads_and_has_keys_of_its_own(
 
 
 def test_the_report_measures_what_was_loaded_and_what_was_saved(
-    small: Path, finished: tuple[Path, Report], tmp_path: Path
+    finished: tuple[Path, Report], tmp_path: Path
 ) -> None:
     out, report = finished
     assert set(report.before) == {"plain", "free", "full", "block"}
@@ -118,9 +110,6 @@ def test_the_report_measures_what_was_loaded_and_what_was_saved(
     for name, measure in again.before.items():
         assert measure.losses == pytest.approx(report.after[name].losses, rel=1e-5)
         assert measure.losses == again.after[name].losses, "a rate of 0 changed the model"
-    assert len(report.verdict) == 3
-    assert "right answers without chunks" in report.verdict[1]
-    assert f"{report.before['plain'].loss:.4f}" in report.table()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
@@ -128,22 +117,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 ) -> None:
     whole, report = finished
     config = settings(small, tmp_path / "model", both_masks=True)
-
-    class Stopped(Exception):
-        pass
-
     real = Trainer._step
     done = []
 
     def step(self: Trainer) -> dict[str, Any]:
         if len(done) == 3:
-            raise Stopped  # as a crash: what was not saved is lost
+            raise InterruptedError  # as a crash: what was not saved is lost
         done.append(self.step)
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", step)
-        with pytest.raises(Stopped):
+        with pytest.raises(InterruptedError):
             finetune(dataclasses.replace(config, save_every=2))
     torch.manual_seed(99)  # another process has other random states
     work = config.work_folder
@@ -179,9 +164,7 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(
     assert len(Path(f"{out}.work", "training_log.jsonl").read_text().splitlines()) == 2
     assert main(words) == 0
     assert equal(out, finished[0])
-    said = capsys.readouterr().out
-    assert "document questions, stitched" in said
-    assert f"Engine.from_pretrained({str(out)!r})" in said
+    assert f"Engine.from_pretrained({str(out)!r})" in capsys.readouterr().out
 
 
 def test_a_run_in_another_thread_needs_no_signals(small: Path, tmp_path: Path) -> None:
@@ -257,49 +240,44 @@ def test_gradient_checkpointing_changes_nothing(small: Path, tmp_path: Path) -> 
     assert all(torch.allclose(left[name], right[name], atol=1e-6) for name in left)
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["finetune", *words, "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, "one sentence"
-    return said
-
-
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("small --out out --data missing", "--data must be a file"),
+        ("missing --out out --data small/data", "there is no model folder"),
+        ("small --out out --data small/data --block-share 2", "--block-share must be at least 0"),
+        ("small --out small --data small/data", "exists; remove it"),
+    ],
+)
 def test_refusals_of_the_command(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: str, said: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["--out", str(tmp_path / "out")]
-    reader = ["--data", str(READER.path)]
-    missing = str(tmp_path / "missing")
-    assert "--data must be a file" in refusal([str(small), *out, "--data", missing], capsys)
-    assert "there is no model folder" in refusal([missing, *out, *reader], capsys)
-    assert "--block-share must be at least 0 and at most 1, not 2" in refusal(
-        [str(small), *out, *reader, "--block-share", "2"], capsys
-    )
-    exists = ["--out", str(tmp_path), *reader]
-    assert "exists; remove it" in refusal([str(small), *exists], capsys)
+    places = {"small": small, "small/data": READER.path}
+    places |= {name: tmp_path / name for name in ("out", "missing")}
+    words = [str(places.get(word, word)) for word in given.split()]
+    assert main(["finetune", *words, "--quiet"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
-        ('{"answers": ["a"], "documents": ["d"]}', "line 2 needs a question"),
-        ('{"question": "q", "answers": [], "documents": ["d"]}', "line 2 needs answers"),
-        ('{"question": "q", "answers": "a", "documents": ["d"]}', "line 2 needs answers"),
-        ('{"question": "q", "answers": ["a"]}', "line 2 needs documents"),
-        ('{"question": "q", "answers": ["a"], "documents": [{}]}', "line 2 has a document with"),
-        (
-            '{"question": "\\ud800", "answers": ["a"], "documents": ["d"]}',
-            "line 2 needs a question",
-        ),
-        ("[" * 100_000, "line 2 is not JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ('{"answers": ["a"], "documents": ["d"]}', "needs a question"),
+        ('{"question": "\\ud800", "answers": ["a"], "documents": ["d"]}', "needs a question"),
+        ('{"question": "q", "answers": [], "documents": ["d"]}', "needs answers"),
+        ('{"question": "q", "answers": "a", "documents": ["d"]}', "needs answers"),
+        ('{"question": "q", "answers": ["a"]}', "needs documents"),
+        ('{"question": "q", "answers": ["a"], "documents": [{}]}', "has a document with"),
     ],
 )
 def test_a_bad_line_of_data_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "qa.jsonl"
     path.write_text(json.dumps(rows(1)[0]) + "\n" + line + "\n")
-    with pytest.raises(InvalidInputError, match=said):
+    with pytest.raises(InvalidInputError, match=f"line 2 {said}"):
         open_data(JsonlData(path), None, seed=0, holdout=1)
 
 
@@ -353,14 +331,7 @@ def test_a_folder_of_another_run_is_left_alone(small: Path, tmp_path: Path) -> N
 def test_without_peft_the_extra_is_named(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name == "peft":
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'kvcache-rag\[finetune\]'"):
         finetune(settings(small, tmp_path / "model", lora=4))
 
@@ -379,17 +350,13 @@ def test_a_model_whose_chunks_cannot_be_moved_is_refused(
         finetune(settings(folder, tmp_path / "model"))
 
 
-def test_a_loss_that_is_no_number_is_said(
+def test_a_run_that_cannot_learn_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "kvcache_rag_lab.finetune.run.answer_loss",
-        lambda logits, batch: logits.sum() * float("nan"),
-    )
-    with pytest.raises(InvalidInputError, match="step 1 is not a number"):
-        finetune(settings(small, tmp_path / "model"))
-
-
-def test_samples_that_never_fit_are_said(small: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="raise batch_tokens"):
         finetune(settings(small, tmp_path / "model", batch_tokens=20))
+    monkeypatch.setattr(
+        "kvcache_rag_lab.finetune.run.answer_loss", lambda logits, _: logits.sum() * float("nan")
+    )
+    with pytest.raises(InvalidInputError, match="step 1 is not a number"):
+        finetune(settings(small, tmp_path / "other"))

@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from reader_file import reader_data
-from test_finetune_learner import (
-    SAMPLE,
-    TEMPLATE,
-    TEXTS,
-    encoder,
-    ensure_the_engines,
-    error,
-    make_learner,
-)
+from test_finetune_learner import SAMPLE, TEXTS, encoder, ensure_the_engines, error, make_learner
 from zoo import HYBRIDS, build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MemoryStore, Reuse
+from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.prompt.template import FILE_NAME
@@ -110,44 +102,22 @@ def test_without_a_prefix_gradients_get_through(family: str) -> None:
         learner.batch([single])
 
 
-def test_the_loss_on_stitched_chunks_falls() -> None:
-    learner = make_learner("lfm2")
-    sample = encoder(learner).qa(SAMPLE)
-    span = sample.spans[0]
-
-    def stitched_loss() -> float:
-        engine = Engine(
-            learner.adapter.model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore()
-        )
-        logits = engine.logits(
-            SAMPLE.questions[0].question, TEXTS, policy=Reuse(), answer_ids=span.target[:-1]
-        )
-        behind = logits[len(span.prompt) - 1 :]
-        return float(torch.nn.functional.cross_entropy(behind, torch.tensor(span.target)))
-
-    before = stitched_loss()
-    optimizer = torch.optim.AdamW(learner.trained.values(), lr=2e-3)
-    learner.adapter.model.train()
-    for _ in range(30):
-        torch.autograd.backward(loss_of(learner, sample))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert stitched_loss() < before / 3
-
-
-def test_bfloat16_computes_close_to_float32() -> None:
-    exact, rounded = make_learner("bamba"), make_learner("bamba", precision="bf16")
+@pytest.mark.parametrize("family", ["qwen2", "bamba"])
+def test_bfloat16_computes_close_to_float32(family: str) -> None:
+    exact, rounded = make_learner(family), make_learner(family, precision="bf16")
     sample = encoder(exact).qa(SAMPLE)
-    reference = exact.logits(exact.batch([sample])).detach()
-    found = rounded.logits(rounded.batch([sample]))
+    reference = exact.logits(exact.batch([sample])).detach()[0]
+    batch = rounded.batch([sample])
+    if family == "qwen2":
+        assert batch.ids.shape[1] % 64 == batch.kept % 64 == 0, "many shapes cost memory"
+    found = rounded.logits(batch)
     torch.autograd.backward(found.mean())
-    assert 1e-4 < error(found.detach(), reference) < 0.5
+    assert 1e-4 < error(found.detach()[0, -len(reference) :], reference) < 0.5
 
 
 # ------------------------------------------------------------------------------------- whole runs
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model on disk."""
     folder = tmp_path_factory.mktemp("small")
     build("granitemoehybrid").save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -157,10 +127,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(small: Path, out: Path, *more: str) -> list[str]:
-    words = ["finetune", str(small), "--out", str(out), "--data", str(reader_data().path)]
-    words += ["--batch-tokens", "700"]
-    words += ["--steps", "4", "--holdout", "2", "--rate", "1e-3", "--device", "cpu", "--quiet"]
-    return [*words, *more]
+    data = ("--data", str(reader_data().path), "--batch-tokens", "700", "--holdout", "2")
+    options = ("--steps", "4", "--rate", "1e-3", "--device", "cpu", "--quiet")
+    return ["finetune", str(small), "--out", str(out), *data, *options, *more]
 
 
 def test_the_command_trains_a_model(small: Path, tmp_path: Path) -> None:
@@ -178,19 +147,14 @@ def test_the_command_trains_a_model(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        (("--gradient-checkpointing",), "gradient_checkpointing"),
-        (("--positions", "composite"), "reordered"),
+        ("--gradient-checkpointing", "gradient_checkpointing"),
+        ("--positions composite", "reordered"),
     ],
-    ids=str,
 )
 def test_what_recurrent_layers_do_not_take_is_refused_by_name(
-    small: Path,
-    tmp_path: Path,
-    more: tuple[str, ...],
-    named: str,
-    capsys: pytest.CaptureFixture[str],
+    small: Path, tmp_path: Path, more: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command(small, tmp_path / "model", *more)) == 2
+    assert main(command(small, tmp_path / "model", *more.split())) == 2
     said = capsys.readouterr().err
     assert "granitemoehybrid: " in said
     assert named in said

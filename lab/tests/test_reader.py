@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import string
 import subprocess
 import sys
 from typing import Any, Final
@@ -62,11 +61,6 @@ def test_a_question_of_the_collection_has_one_document() -> None:
         assert question.answer in known.documents[place]
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind 'riddle'"):
-        examples("riddle")
-
-
 def test_the_corpus_is_read_without_torch() -> None:
     code = (
         "import sys\n"
@@ -95,31 +89,14 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Velora Tamuk", "12345", "not found", "A; B", "A, B", "Quixley", "x", string.ascii_letters],
-)
-def test_answers_survive_the_tokenizer(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(ids_of(tokenizer, text)) == text
-
-
-def test_every_printable_character_has_a_token(tokenizer: Any) -> None:
-    printable = map(chr, range(33, 127))
-    assert all(tokenizer.unk_token_id not in ids_of(tokenizer, code) for code in printable)
-    assert tokenizer.unk_token_id in ids_of(tokenizer, "日本")
-    assert ids_of(tokenizer, "") == []
-
-
-def test_white_space_makes_no_difference(tokenizer: Any) -> None:
-    plain = ids_of(tokenizer, "<doc>Velora was born in Lispan. It rains.")
-    assert ids_of(tokenizer, "<doc> Velora  was born\nin Lispan.\n\tIt rains. \n") == plain
-
-
 def test_pieces_encode_like_the_whole(tokenizer: Any) -> None:
     texts = [*collection().documents, *(question.text for question in collection().questions)]
     pieces = ["<bos>" + INSTRUCTION, *(f"<doc>{text}" for text in texts), "<q>Who?<a>"]
     apart = [i for piece in pieces for i in ids_of(tokenizer, piece)]
     assert ids_of(tokenizer, "".join(pieces)) == apart
+    assert tokenizer.unk_token_id not in apart
+    plain = ids_of(tokenizer, "<doc>Velora was born in Lispan. It rains.")
+    assert ids_of(tokenizer, "<doc> Velora  was born\nin Lispan.\n\tIt rains. \n") == plain
 
 
 def test_chat_template(tokenizer: Any) -> None:
@@ -151,21 +128,19 @@ def answers(tokenizer: Any, model: Any, documents: list[str], questions: list[st
     return said
 
 
-def test_hand_written_names_are_answered(tokenizer: Any, model: Any) -> None:
-    statements, questions, wanted = map(list, zip(*HAND_WRITTEN, strict=True))
-    documents = [" ".join(statements[start : start + 2]) for start in range(0, 12, 2)]
-    said = answers(tokenizer, model, documents, questions)
-    assert sum(map(str.__eq__, said, wanted)) >= 10, said
-    refused = answers(tokenizer, model, documents, list(NEVER_SAID))
-    assert refused.count(REFUSAL) >= 2, refused
-
-
-def test_one_hand_written_document_is_enough(tokenizer: Any, model: Any) -> None:
-    said = [
-        answers(tokenizer, model, [statement], [question])[0]
-        for statement, question, _ in HAND_WRITTEN
-    ]
+@pytest.mark.parametrize("together", [1, 12])
+def test_hand_written_names_are_answered(tokenizer: Any, model: Any, together: int) -> None:
+    said = []
+    for start in range(0, 12, together):
+        statements, questions, _ = map(
+            list, zip(*HAND_WRITTEN[start : start + together], strict=True)
+        )
+        documents = [" ".join(statements[place : place + 2]) for place in range(0, together, 2)]
+        said += answers(tokenizer, model, documents, questions)
     assert sum(map(str.__eq__, said, (fact[2] for fact in HAND_WRITTEN))) >= 10, said
+    if together == 12:
+        refused = answers(tokenizer, model, documents, list(NEVER_SAID))
+        assert refused.count(REFUSAL) >= 2, refused
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,6 +26,9 @@ from kvcache_rag_lab.scoring.metrics import (
     substring_match,
     wrong_document,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
@@ -68,19 +72,10 @@ def test_containment(answer: str, groups: list[list[str]], expected: float) -> N
     assert containment(answer, groups) == expected
 
 
-def test_containment_of_chinese_is_a_substring_and_needs_an_answer() -> None:
-    assert containment("在 北 京。", [["北京"]], "zh") == 1
-    with pytest.raises(InvalidInputError, match="no right answer"):
-        containment("x", [])
-
-
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (
-            "The key is kept by Bo Lund.",
-            1,
-        ),  # bo, lund: both in the second document, none in the 1st
+        ("The key is kept by Bo Lund.", 1),  # bo, lund: both in the second document alone
         ("The key is kept by Ada Holt.", 0),  # both in the first, which is relevant
         ("The key is kept by Ada Lund.", 0),  # 1/2 in the first, 1/2 in the second
         ("Cy", 0),  # in no document
@@ -94,13 +89,12 @@ def test_containment_of_chinese_is_a_substring_and_needs_an_answer() -> None:
     ],
 )
 def test_an_answer_may_be_taken_from_a_wrong_document(answer: str, expected: float) -> None:
+    asked = "Who is the key kept by? Who keeps it?"
     documents = (
         "Ada Holt of Oslo keeps the key.",
         "In 1999, Bo Lund of Oslo got a boat and a map.",
     )
-    assert (
-        wrong_document(answer, "Who is the key kept by? Who keeps it?", documents, {0}) == expected
-    )
+    assert wrong_document(answer, asked, documents, {0}) == expected
     assert wrong_document(answer, "?", documents, {0, 1}) == 0
     assert wrong_document(answer, "?", documents, ()) is None
 
@@ -167,8 +161,6 @@ def test_the_best_of_several_references_counts() -> None:
     # against "big apple": common 0; against "new york city": P 2/2, R 2/3, F 4/5
     assert best(f1, "New York", ["Big Apple", "New York City"]) == pytest.approx(4 / 5)
     assert best(exact_match, "New York", ["NYC", "new york"]) == 1
-    with pytest.raises(InvalidInputError, match="no references"):
-        best(f1, "New York", [])
 
 
 @pytest.mark.parametrize(
@@ -218,14 +210,6 @@ def test_rouge_l(answer: str, reference: str, expected: float) -> None:
     assert rouge_l(answer, reference) == pytest.approx(expected, abs=2e-8)
 
 
-def test_rouge_l_of_equal_longest_subsequences_is_the_packages() -> None:
-    # Of wanted "x y" and said "y x" both "x" and "y" are longest; the package keeps "y".  With
-    # the second sentence "y" the union is {y}: R 1/2, P 1/2; with "x" it is {x, y}: R 1, P 1.
-    # (Values of the package itself.)
-    assert rouge_l("y x", "x y. y") == pytest.approx(1 / 2, abs=2e-8)
-    assert rouge_l("y x", "x y. x") == pytest.approx(1, abs=2e-8)
-
-
 def test_rouge_l_chinese_cuts_words_first() -> None:
     # 今天天气 | 很 | 好 | 。 and 今天天气 | 不好 | 。: LCS 今天天气 。 = 2; P 2/4, R 2/3, F 4/7
     assert rouge_l_chinese("今天天气很好。", "今天天气不好。") == pytest.approx(4 / 7, abs=2e-8)
@@ -234,11 +218,10 @@ def test_rouge_l_chinese_cuts_words_first() -> None:
 
 
 def test_without_jieba_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics._jieba.cache_clear()
+    monkeypatch.setattr(metrics, "_jieba", metrics._jieba.__wrapped__)  # not what is kept
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(MissingExtraError, match=r"kvcache-rag\[eval\]"):
         f1_chinese("北京", "北京")
-    metrics._jieba.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -254,13 +237,6 @@ def test_without_jieba_the_error_says_what_to_install(monkeypatch: pytest.Monkey
 )
 def test_substring_match(answer: str, groups: list[list[str]], expected: float) -> None:
     assert substring_match(answer, groups) == expected
-
-
-def test_substring_match_takes_spaces_out_of_chinese_answers() -> None:
-    assert substring_match("答案是 北 京", [["北京"]], "zh") == 1
-    assert substring_match("答案是 北 京", [["北京"]], "en") == 0
-    with pytest.raises(InvalidInputError, match="no right answer"):
-        substring_match("x", [])
 
 
 def test_rgb_counts_a_rejection_as_wrong_unless_all_is_noise() -> None:
@@ -281,9 +257,27 @@ def test_reference_coverage_is_rulers_share_of_references() -> None:
     said = "The numbers are 1234567, 7654321 and ABC."
     # 1234567 and abc of three
     assert reference_coverage(said, ["1234567", "abc", "999"]) == pytest.approx(2 / 3)
-    assert reference_coverage("", ["999"]) == 0
     # a number cut short is not there, a longer one holds it
     assert reference_coverage("566362", ["5663623"]) == 0
     assert reference_coverage("56636231", ["5663623"]) == 1
-    with pytest.raises(InvalidInputError, match="no references"):
-        reference_coverage("x", [])
+
+
+def test_chinese_answers_are_found_without_their_spaces() -> None:
+    assert containment("在 北 京。", [["北京"]], "zh") == 1
+    assert substring_match("答案是 北 京", [["北京"]], "zh") == 1
+    assert substring_match("答案是 北 京", [["北京"]], "en") == 0
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (lambda: containment("x", []), "no right answer"),
+        (lambda: substring_match("x", []), "no right answer"),
+        (lambda: reference_coverage("x", []), "no references"),
+        (lambda: best(f1, "New York", []), "no references"),
+    ],
+    ids=["containment", "substring", "coverage", "best"],
+)
+def test_without_a_right_answer_nothing_is_scored(score: Callable[[], float], says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        score()

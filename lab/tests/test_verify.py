@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,7 @@ from kvcache_rag import (
 )
 from kvcache_rag.codecs import Int4
 from kvcache_rag.models.cache import CACHE_NAME
-from kvcache_rag.verdict import Gate, PolicyScore
+from kvcache_rag.verdict import PolicyScore
 from kvcache_rag_lab.evaluation.verification import (
     Outcome,
     Verification,
@@ -35,7 +36,6 @@ from kvcache_rag_lab.evaluation.verification import (
 )
 from kvcache_rag_lab.scoring.ask import questions_digest
 from kvcache_rag_lab.scoring.question import Question
-from kvcache_rag_lab.scoring.statistics import least_kept
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,20 +90,10 @@ def test_divergences_are_those_of_two_plain_forward_passes(engine: Engine) -> No
 
 def test_rows_say_what_each_policy_did(engine: Engine) -> None:
     asked = make_questions(6)
-    policies = [
-        Reuse(),
-        LegoLink(4),
-        CacheBlend(1.0),
-        Combination(),
-        Reuse(),
-        FullRecompute(),
-    ]
+    policies = [Reuse(), LegoLink(4), CacheBlend(1.0), Combination(), Reuse(), FullRecompute()]
     verdict = Verification(asked, max_new_tokens=4, source="x").verdict(engine, policies)
-    assert [row.policy for row in verdict.policies] == [
-        REUSE,
-        repr(LegoLink(4)),
-        repr(Combination()),
-    ], "once each, and nothing that is full prefill"
+    once = [REUSE, repr(LegoLink(4)), repr(Combination())]
+    assert [row.policy for row in verdict.policies] == once, "and nothing that is full prefill"
     reuse, link, joint = verdict.policies
     full = verdict.full
     assert (full.policy, full.agreement, full.top1, full.recomputed) == (FULL, 1, 1, 1)
@@ -115,13 +105,11 @@ def test_rows_say_what_each_policy_did(engine: Engine) -> None:
     assert all(row.ttft > 0 and row.ttft_ratio > 0 for row in (full, *verdict.policies))
     assert (verdict.measure, verdict.questions, verdict.source) == ("agreement_f1", 6, "x")
     assert verdict.source_digest == questions_digest(asked)
-    assert verdict.packages.keys() >= {"torch", "transformers", "kvcache-rag", "python"}
     assert all(math.isnan(row.exact_match) for row in verdict.policies), "there are no answers"
     assert verdict.identity == engine.identity
-    assert all(check.passed for check in verdict.checks)
-    assert len(verdict.checks) == 4
-    assert any("weak" in note for note in verdict.notes)
-    assert any("no answers" in note for note in verdict.notes)
+    assert [check.passed for check in verdict.checks] == [True] * 4
+    for words in ("weak", "no answers"):
+        assert any(words in note for note in verdict.notes)
 
 
 def test_scores_are_those_of_the_task(engine: Engine) -> None:
@@ -154,27 +142,13 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(engine: Engine) -> N
 
 
 def test_what_cannot_be_verified_says_so(engine: Engine) -> None:
-    with pytest.raises(InvalidInputError, match="nothing to verify"):
-        Verification([]).verdict(engine, [Reuse()])
-    with pytest.raises(InvalidInputError, match="nothing to verify"):
-        Verification(make_questions(1)).verdict(engine, [FullRecompute()])
-    verdict = Verification(make_questions(1), max_new_tokens=2).verdict(engine, [LegoLink(2)])
-    gated = make_engine(gate=verdict)
+    (asked,) = make_questions(1)
+    for questions, policy in (([], Reuse()), ([asked], FullRecompute())):
+        with pytest.raises(InvalidInputError, match="nothing to verify"):
+            Verification(questions).verdict(engine, [policy])
+    verdict = Verification([asked], max_new_tokens=2).verdict(engine, [LegoLink(2)])
     with pytest.raises(InvalidInputError, match="has a gate; make it without"):
-        Verification(make_questions(1)).verdict(gated, [Reuse()])
-
-
-def test_a_verdict_opens_the_gate_of_the_same_model(engine: Engine) -> None:
-    verdict = Verification(make_questions(4), max_new_tokens=2).verdict(engine, [Combination()])
-    assert verdict.policies[0].kept == 1
-    reuse = replace(verdict.policies[0], policy=REUSE, kept_low=1.0)
-    passing = replace(verdict, policies=(reuse,))
-    kept, lost = (
-        make_engine(gate=Gate(one)).generate("Who?", TEXTS, max_new_tokens=2).metrics
-        for one in (passing, verdict)
-    )
-    assert (kept.gate, kept.policy) == ("", REUSE)
-    assert "does not cover" in lost.gate
+        Verification([asked]).verdict(make_engine(gate=verdict), [Reuse()])
 
 
 class Forgetful(LlamaForCausalLM):
@@ -250,16 +224,6 @@ def test_the_cheapest_policy_that_surely_keeps_enough_is_recommended() -> None:
     assert recommended(full, equal, 0.95) == "better", "as cheap but for a fifth"
 
 
-def test_few_losses_prove_little() -> None:
-    assert least_kept([1.0] * 40, [1.0] * 40) == pytest.approx(1 - 0.0876, abs=1e-3)
-    assert least_kept([1.0] * 73, [1.0] * 73) >= 0.95 > least_kept([1.0] * 72, [1.0] * 72)
-    assert least_kept([0.0] + [1.0] * 72, [1.0] * 73) < 0.95
-    wins = [1.0] * 3 + [0.5] * 70
-    assert least_kept(wins, [0.5] * 73) == pytest.approx(1 - 0.05 / 0.5, abs=1e-3)
-    assert least_kept([0.0] * 6 + [1.0] * 34, [1.0] * 40) == 1.0, "the bootstrap knows enough"
-    assert math.isnan(least_kept([0.0], [0.0]))
-
-
 def outcome(score: float, measure: str = "f1", *, same: bool = True) -> Outcome:
     return Outcome({measure: score}, same, same, 0.0, 0.0, 1.0, 0.0, 0.1)
 
@@ -304,22 +268,16 @@ def test_common_words_are_no_answers_that_could_be_kept() -> None:
     assert graded[1].kept_low > 0.9, "a summary has no right or wrong"
 
 
-def test_answers_are_the_same_but_for_case_and_articles(engine: Engine) -> None:
-    from types import SimpleNamespace
-
+@pytest.mark.parametrize(("theirs", "same"), [("a CAT sat", False), ("cat", True)])
+def test_answers_are_the_same_but_for_case_and_articles(theirs: str, same: bool) -> None:
     counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
     cost = SimpleNamespace(prompt_tokens=2, ttft=0.1, **counts)
-    mine, theirs = (
-        SimpleNamespace(text=text, metrics=cost) for text in ("The cat.", " a CAT sat".strip())
-    )
+    said = (SimpleNamespace(text=text, metrics=cost) for text in ("The cat.", theirs))
     logits = torch.zeros(1, 2, dtype=torch.float64).log_softmax(-1)
     (asked,) = make_questions(1)
     check: Any = Verification([asked])
-    found = check._outcome(asked, mine, theirs, logits, logits)
-    assert (found.agrees, found.same) == (False, False)
-    theirs.text = "cat"
-    found = check._outcome(asked, mine, theirs, logits, logits)
-    assert (found.agrees, found.same) == (False, True)
+    found = check._outcome(asked, *said, logits, logits)
+    assert (found.agrees, found.same) == (False, same)
 
 
 def test_notes_say_what_weakens_a_verdict() -> None:

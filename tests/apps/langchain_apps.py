@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     Asking = Callable[[], Any]
 
 FRAMEWORK = "LangChain"
+langchain = partial(app, FRAMEWORK)
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,23 @@ class Kit:
     def retriever(self, **options: Any) -> VectorStoreRetriever:
         return self.store().as_retriever(search_kwargs={"k": 2, **options})
 
-    def chain(self, retriever: Any) -> Asking:
-        chain = (
-            {"context": retriever, "question": RunnablePassthrough()}
-            | KVCacheRAG(llm=self.llm)
-            | StrOutputParser()
-        )
+    def piped(self, rag: Any = None, retriever: Any = None) -> Any:
+        """A chain that answers a question from what a retriever finds."""
+        given = {"context": retriever or self.retriever(), "question": RunnablePassthrough()}
+        return given | (rag or KVCacheRAG(llm=self.llm)) | StrOutputParser()
+
+    def chain(self, retriever: Any = None, rag: Any = None) -> Asking:
+        chain = self.piped(rag, retriever)
         return lambda: chain.invoke(QUESTION)
 
 
 # ---------------------------------------------------------------------- our classes
-@app(FRAMEWORK, "`KVCacheRAG` over any vector store")
+@langchain("`KVCacheRAG` over any vector store")
 def two_lines(kit: Kit) -> Asking:
-    return kit.chain(kit.retriever())
+    return kit.chain()
 
 
-@app(FRAMEWORK, "`KVCacheChroma`: prefilled at ingestion")
+@langchain("`KVCacheChroma`: prefilled at ingestion")
 def vector_store(kit: Kit) -> Asking:
     store = KVCacheChroma(
         kit.collection,
@@ -111,7 +114,7 @@ def vector_store(kit: Kit) -> Asking:
     return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
 
 
-@app(FRAMEWORK, "Qdrant with `ChatKVCache.prefill`: prefilled at ingestion")
+@langchain("Qdrant with `ChatKVCache.prefill`: prefilled at ingestion")
 def qdrant_store(kit: Kit) -> Asking:
     store = QdrantVectorStore.from_texts(
         [], HashEmbeddings(dimensions=64), location=":memory:", collection_name=kit.collection
@@ -121,58 +124,44 @@ def qdrant_store(kit: Kit) -> Asking:
     return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
 
 
-@app(FRAMEWORK, "`document_prompt=`", remark="metadata is part of the chunk")
+@langchain("`document_prompt=`", remark="metadata is part of the chunk")
 def document_prompt(kit: Kit) -> Asking:
     prompt = PromptTemplate.from_template("Part {part}: {page_content}")
-    rag = KVCacheRAG(llm=kit.llm, document_prompt=prompt)
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | rag
-    return lambda: chain.invoke(QUESTION).content
+    return kit.chain(rag=KVCacheRAG(llm=kit.llm, document_prompt=prompt))
 
 
-@app(
-    FRAMEWORK, '`config={"configurable": {"policy": ...}}` of a chain', NONE, "as it was asked for"
-)
+@langchain('`config={"configurable": {"policy": ...}}` of a chain', NONE, "as it was asked for")
 def policy_of_a_call(kit: Kit) -> Asking:
-    chain = (
-        {"context": kit.retriever(), "question": RunnablePassthrough()}
-        | KVCacheRAG(llm=kit.llm)
-        | StrOutputParser()
-    )
+    chain = kit.piped()
     return lambda: chain.invoke(QUESTION, {"configurable": {"policy": FullRecompute()}})
 
 
-@app(FRAMEWORK, "`create_retrieval_chain(retriever, KVCacheRAG(llm=llm))`")
+@langchain("`create_retrieval_chain(retriever, KVCacheRAG(llm=llm))`")
 def retrieval_chain(kit: Kit) -> Asking:
     chain = create_retrieval_chain(kit.retriever(), KVCacheRAG(llm=kit.llm))
     return lambda: chain.invoke({"input": QUESTION})["answer"].content
 
 
-@app(FRAMEWORK, "streaming")
+@langchain("streaming")
 def streaming(kit: Kit) -> Asking:
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
-        llm=kit.llm
-    )
-    return lambda: "".join(str(piece.content) for piece in chain.stream(QUESTION))
+    chain = kit.piped()
+    return lambda: "".join(chain.stream(QUESTION))
 
 
-@app(FRAMEWORK, "`ainvoke`")
+@langchain("`ainvoke`")
 def asynchronous(kit: Kit) -> Asking:
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
-        llm=kit.llm
-    )
-    return lambda: asyncio.run(chain.ainvoke(QUESTION)).content
+    chain = kit.piped()
+    return lambda: asyncio.run(chain.ainvoke(QUESTION))
 
 
-@app(FRAMEWORK, "`batch`")
+@langchain("`batch`")
 def batch(kit: Kit) -> Asking:
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
-        llm=kit.llm
-    )
-    return lambda: [one.content for one in chain.batch([QUESTION, "What does the lamp burn?"])]
+    chain = kit.piped()
+    return lambda: chain.batch([QUESTION, "What does the lamp burn?"])
 
 
 # ---------------------------------------------------------------------- retrievers
-@app(FRAMEWORK, "`MultiQueryRetriever`")
+@langchain("`MultiQueryRetriever`")
 def multi_query(kit: Kit) -> Asking:
     prompt = PromptTemplate.from_template("Say it in other words: {question}")
     return kit.chain(
@@ -180,7 +169,7 @@ def multi_query(kit: Kit) -> Asking:
     )
 
 
-@app(FRAMEWORK, "`ParentDocumentRetriever`", remark="parents are what is prefilled and reused")
+@langchain("`ParentDocumentRetriever`", remark="parents are what is prefilled and reused")
 def parent_document(kit: Kit) -> Asking:
     retriever = ParentDocumentRetriever(
         vectorstore=InMemoryVectorStore(HashEmbeddings(dimensions=64)),
@@ -198,21 +187,20 @@ class Longest(BaseDocumentCompressor):
         return [max(documents, key=lambda one: len(one.page_content))]
 
 
-@app(FRAMEWORK, "`ContextualCompressionRetriever` with a filter")
+@langchain("`ContextualCompressionRetriever` with a filter")
 def compression(kit: Kit) -> Asking:
     return kit.chain(
         ContextualCompressionRetriever(base_compressor=Longest(), base_retriever=kit.retriever())
     )
 
 
-@app(FRAMEWORK, "`EnsembleRetriever`")
+@langchain("`EnsembleRetriever`")
 def ensemble(kit: Kit) -> Asking:
     retrievers: list[Any] = [kit.retriever(), kit.retriever(k=3)]
     return kit.chain(EnsembleRetriever(retrievers=retrievers, weights=[0.5, 0.5]))
 
 
-@app(
-    FRAMEWORK,
+@langchain(
     "a reranker that changes the order",
     remark="a chunk is stored once, whatever its place",
 )
@@ -222,7 +210,7 @@ def reordering(kit: Kit) -> Asking:
     return kit.chain(RunnableLambda(lambda question: retriever.invoke(question)[:: next(orders)]))
 
 
-@app(FRAMEWORK, "a document that is changed and added again", PART, "it is computed")
+@langchain("a document that is changed and added again", PART, "it is computed")
 def upsert(kit: Kit) -> Asking:
     store, versions = kit.store(), iter(["", " It was painted white."])
     ask = kit.chain(store.as_retriever(search_kwargs={"k": 4}))
@@ -235,7 +223,7 @@ def upsert(kit: Kit) -> Asking:
 
 
 # ---------------------------------------------------------------------- conversations and graphs
-@app(FRAMEWORK, "`RunnableWithMessageHistory`")
+@langchain("`RunnableWithMessageHistory`")
 def message_history(kit: Kit) -> Asking:
     sessions, retriever = iter(range(9)), kit.retriever()
     chain = RunnablePassthrough.assign(
@@ -247,14 +235,15 @@ def message_history(kit: Kit) -> Asking:
         input_messages_key="question",
         history_messages_key="chat_history",
     )
-    return lambda: (
-        talking.invoke(
-            {"question": QUESTION}, {"configurable": {"session_id": str(next(sessions))}}
-        ).content
-    )
+
+    def ask() -> Any:
+        config = {"configurable": {"session_id": str(next(sessions))}}
+        return talking.invoke({"question": QUESTION}, config).content
+
+    return ask
 
 
-@app(FRAMEWORK, "`create_history_aware_retriever`")
+@langchain("`create_history_aware_retriever`")
 def history_aware(kit: Kit) -> Asking:
     prompt = ChatPromptTemplate.from_messages(
         [MessagesPlaceholder("chat_history"), ("user", "{input}")]
@@ -265,7 +254,7 @@ def history_aware(kit: Kit) -> Asking:
     return lambda: chain.invoke({"input": QUESTION, "chat_history": history})["answer"].content
 
 
-@app(FRAMEWORK, "LangGraph with a checkpointer, document blocks in its state")
+@langchain("LangGraph with a checkpointer, document blocks in its state")
 def graph(kit: Kit) -> Asking:
     def answer(state: MessagesState) -> dict[str, Any]:
         return {"messages": [kit.llm.invoke(state["messages"])]}
@@ -283,7 +272,7 @@ def graph(kit: Kit) -> Asking:
     return ask
 
 
-@app(FRAMEWORK, "`MessagesPlaceholder` with document blocks")
+@langchain("`MessagesPlaceholder` with document blocks")
 def placeholder(kit: Kit) -> Asking:
     prompt = ChatPromptTemplate.from_messages(
         [MessagesPlaceholder("documents"), ("user", "{question}")]
@@ -292,29 +281,26 @@ def placeholder(kit: Kit) -> Asking:
 
     def ask() -> Any:
         blocks: list[Any] = [document_block(one) for one in retriever.invoke(QUESTION)]
-        return chain.invoke(
-            {"documents": [HumanMessage(content=blocks)], "question": QUESTION}
-        ).content
+        given = {"documents": [HumanMessage(content=blocks)], "question": QUESTION}
+        return chain.invoke(given).content
 
     return ask
 
 
-@app(FRAMEWORK, "`with_retry`, `with_fallbacks`")
+@langchain("`with_retry`, `with_fallbacks`")
 def retries(kit: Kit) -> Asking:
     steady = KVCacheRAG(llm=kit.llm).with_retry().with_fallbacks([KVCacheRAG(llm=kit.llm)])
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | steady
-    return lambda: chain.invoke(QUESTION).content
+    return kit.chain(rag=steady)
 
 
-@app(FRAMEWORK, "an LLM cache (`cache=InMemoryCache()`)", NONE, "the answer itself is kept")
+@langchain("an LLM cache (`cache=InMemoryCache()`)", NONE, "the answer itself is kept")
 def answer_cache(kit: Kit) -> Asking:
     cached = kit.llm.model_copy(update={"cache": InMemoryCache()})
-    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(llm=cached)
-    return lambda: chain.invoke(QUESTION).content
+    return kit.chain(rag=KVCacheRAG(llm=cached))
 
 
 # ---------------------------------------------------------------------- agents
-@app(FRAMEWORK, "`create_agent` with `create_retriever_tool`")
+@langchain("`create_agent` with `create_retriever_tool`")
 def agent(kit: Kit) -> Asking:
     llm = kit.scripted(native_call(("search", {"query": QUESTION})), "In the tower.")
     tool = create_retriever_tool(kit.retriever(), "search", "Finds facts.")
@@ -326,8 +312,7 @@ def agent(kit: Kit) -> Asking:
 _PASTED = "came without document blocks"
 
 
-@app(
-    FRAMEWORK,
+@langchain(
     "`create_stuff_documents_chain(llm, prompt)`",
     NONE,
     "documents are pasted into a text: give `KVCacheRAG(llm=llm)` in its place",
@@ -343,14 +328,13 @@ def stuff_chain(kit: Kit) -> Asking:
     return lambda: chain.invoke({"input": QUESTION})["answer"]
 
 
-@app(FRAMEWORK, "`RetrievalQA`", NONE, "as above", _PASTED)
+@langchain("`RetrievalQA`", NONE, "as above", _PASTED)
 def retrieval_qa(kit: Kit) -> Asking:
     chain = RetrievalQA.from_llm(kit.llm, retriever=kit.retriever(k=4))
     return lambda: chain.invoke(QUESTION)["result"]
 
 
-@app(
-    FRAMEWORK,
+@langchain(
     "`LLMChainExtractor`",
     remark="what it writes is a chunk of its own; another question has it write another, from "
     "documents that it pastes into its prompts",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import chromadb
 import faiss
 from apps.catalogue import NONE, PART, QUESTION, TEXTS, app
 from llama_index.core import Document, SummaryIndex, VectorStoreIndex
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     Asking = Callable[[], Any]
 
 FRAMEWORK = "LlamaIndex"
+llama_index = partial(app, FRAMEWORK)
 
 
 @dataclass(frozen=True)
@@ -91,24 +94,55 @@ class Kit:
             for number, text in enumerate(TEXTS)
         ]
 
-    def index(self) -> VectorStoreIndex:
-        return VectorStoreIndex.from_documents(self.documents(), embed_model=self.embedding)
+    def index(self, **options: Any) -> VectorStoreIndex:
+        options = {"embed_model": self.embedding, **options}
+        return VectorStoreIndex.from_documents(self.documents(), **options)
+
+    def stock(self, **options: Any) -> Asking:
+        """LlamaIndex's own engine over an index."""
+        return asking(self.index().as_query_engine(**{"llm": self.llm, **options}))
+
+    def ours(self, index: VectorStoreIndex | None = None, **options: Any) -> Asking:
+        """Ours over an index."""
+        return asking(KVCacheQueryEngine.from_index(index or self.index(), self.llm, **options))
+
+    def over(self, store: Any, **options: Any) -> Asking:
+        """Ours over a vector store."""
+        context = StorageContext.from_defaults(vector_store=store)
+        return self.ours(self.index(storage_context=context, **options))
+
+    def tools(self, *descriptions: str, llm: Any = None) -> list[QueryEngineTool]:
+        engines = (self.index().as_query_engine(llm=llm or self.llm) for _ in descriptions)
+        return [
+            QueryEngineTool.from_defaults(one, name=f"tool-{number}", description=text)
+            for number, (one, text) in enumerate(zip(engines, descriptions, strict=True))
+        ]
+
+
+def asking(engine: Any) -> Asking:
+    return lambda: engine.query(QUESTION)
+
+
+def chatting(engine: Any) -> Asking:
+    def ask() -> Any:
+        engine.reset()
+        return engine.chat(QUESTION)
+
+    return ask
 
 
 # ---------------------------------------------------------------------- nothing but the LLM
-@app(FRAMEWORK, "only the LLM: `index.as_query_engine()`")
+@llama_index("only the LLM: `index.as_query_engine()`")
 def stock_query_engine(kit: Kit) -> Asking:
-    engine = kit.index().as_query_engine(llm=kit.llm)
-    return lambda: engine.query(QUESTION)
+    return kit.stock()
 
 
-@app(FRAMEWORK, 'only the LLM: `response_mode="tree_summarize"`')
+@llama_index('only the LLM: `response_mode="tree_summarize"`')
 def tree_summarize(kit: Kit) -> Asking:
-    engine = kit.index().as_query_engine(llm=kit.llm, response_mode="tree_summarize")
-    return lambda: engine.query(QUESTION)
+    return kit.stock(response_mode="tree_summarize")
 
 
-@app(FRAMEWORK, "only the LLM: `get_response_synthesizer()`, streaming")
+@llama_index("only the LLM: `get_response_synthesizer()`, streaming")
 def stock_synthesizer(kit: Kit) -> Asking:
     synthesizer = get_response_synthesizer(
         kit.llm, response_mode=ResponseMode.REFINE, streaming=True
@@ -117,7 +151,7 @@ def stock_synthesizer(kit: Kit) -> Asking:
     return lambda: str(synthesizer.synthesize(QUESTION, retriever.retrieve(QUESTION)))
 
 
-@app(FRAMEWORK, "only the LLM: a prompt of the app's own")
+@llama_index("only the LLM: a prompt of the app's own")
 def own_prompt(kit: Kit) -> Asking:
     retriever = kit.index().as_retriever()
 
@@ -129,155 +163,111 @@ def own_prompt(kit: Kit) -> Asking:
     return ask
 
 
-@app(FRAMEWORK, "a template with words before the context", remark="they begin the question")
+@llama_index("a template with words before the context", remark="they begin the question")
 def own_template(kit: Kit) -> Asking:
     template = PromptTemplate("You are a guide.\n{context_str}\nVisitor: {query_str}\nGuide: ")
-    engine = kit.index().as_query_engine(llm=kit.llm, text_qa_template=template)
-    return lambda: engine.query(QUESTION)
+    return kit.stock(text_qa_template=template)
 
 
 def _chat(kit: Kit, mode: ChatMode) -> Asking:
     memory = ChatMemoryBuffer.from_defaults(token_limit=500)
-    engine = kit.index().as_chat_engine(mode, llm=kit.llm, memory=memory)
-
-    def ask() -> Any:
-        engine.reset()
-        return engine.chat(QUESTION)
-
-    return ask
+    return chatting(kit.index().as_chat_engine(mode, llm=kit.llm, memory=memory))
 
 
-@app(FRAMEWORK, 'only the LLM: `as_chat_engine("context")`')
+@llama_index('only the LLM: `as_chat_engine("context")`')
 def context_chat(kit: Kit) -> Asking:
     return _chat(kit, ChatMode.CONTEXT)
 
 
-@app(FRAMEWORK, 'only the LLM: `as_chat_engine("condense_plus_context")`, `"best"`')
+@llama_index('only the LLM: `as_chat_engine("condense_plus_context")`, `"best"`')
 def condense_plus_context_chat(kit: Kit) -> Asking:
     return _chat(kit, ChatMode.CONDENSE_PLUS_CONTEXT)
 
 
-@app(FRAMEWORK, 'only the LLM: `as_chat_engine("condense_question")`')
+@llama_index('only the LLM: `as_chat_engine("condense_question")`')
 def condense_question_chat(kit: Kit) -> Asking:
     return _chat(kit, ChatMode.CONDENSE_QUESTION)
 
 
 # ---------------------------------------------------------------------- our classes
-@app(FRAMEWORK, "LLM and `KVCacheSynthesizer` over any index")
+@llama_index("LLM and `KVCacheSynthesizer` over any index")
 def two_lines(kit: Kit) -> Asking:
-    synthesizer = KVCacheSynthesizer(kit.llm)
-    engine = kit.index().as_query_engine(llm=kit.llm, response_synthesizer=synthesizer)
-    return lambda: engine.query(QUESTION)
+    return kit.stock(response_synthesizer=KVCacheSynthesizer(kit.llm))
 
 
-@app(FRAMEWORK, "`KVCacheVectorStore`: prefilled at ingestion")
+@llama_index("`KVCacheVectorStore`: prefilled at ingestion")
 def vector_store(kit: Kit) -> Asking:
-    import chromadb
-
     client = chromadb.EphemeralClient()
-    store = KVCacheVectorStore.from_params(kit.collection, client=client, llm=kit.llm)
-    context = StorageContext.from_defaults(vector_store=store)
-    index = VectorStoreIndex.from_documents(
-        kit.documents(), storage_context=context, embed_model=kit.embedding
-    )
-    engine = KVCacheQueryEngine.from_index(index, kit.llm)
-    return lambda: engine.query(QUESTION)
+    return kit.over(KVCacheVectorStore.from_params(kit.collection, client=client, llm=kit.llm))
 
 
-def _over(kit: Kit, store: Any, **options: Any) -> Asking:
-    index = VectorStoreIndex.from_documents(
-        kit.documents(),
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=kit.embedding,
-        **options,
-    )
-    engine = KVCacheQueryEngine.from_index(index, kit.llm)
-    return lambda: engine.query(QUESTION)
-
-
-@app(FRAMEWORK, "FAISS, as it is")
+@llama_index("FAISS, as it is")
 def faiss_store(kit: Kit) -> Asking:
-    return _over(kit, FaissVectorStore(faiss.IndexFlatL2(64)))
+    return kit.over(FaissVectorStore(faiss.IndexFlatL2(64)))
 
 
-@app(FRAMEWORK, "Qdrant with `KVCachePrefill`: prefilled at ingestion")
+@llama_index("Qdrant with `KVCachePrefill`: prefilled at ingestion")
 def qdrant_store(kit: Kit) -> Asking:
     store = QdrantVectorStore(kit.collection, client=QdrantClient(":memory:"))
-    return _over(kit, store, transformations=[SentenceSplitter(), KVCachePrefill(llm=kit.llm)])
+    return kit.over(store, transformations=[SentenceSplitter(), KVCachePrefill(llm=kit.llm)])
 
 
-@app(FRAMEWORK, "`IngestionPipeline` with `KVCachePrefill`")
+@llama_index("`IngestionPipeline` with `KVCachePrefill`")
 def pipeline(kit: Kit) -> Asking:
     steps = [SentenceSplitter(), kit.embedding, KVCachePrefill(llm=kit.llm)]
     nodes = IngestionPipeline(transformations=steps).run(documents=kit.documents())
-    engine = KVCacheQueryEngine.from_index(
-        VectorStoreIndex(nodes, embed_model=kit.embedding), kit.llm
-    )
-    return lambda: engine.query(QUESTION)
+    return kit.ours(VectorStoreIndex(nodes, embed_model=kit.embedding))
 
 
-@app(FRAMEWORK, "`KVCacheQueryEngine`, streaming")
+@llama_index("`KVCacheQueryEngine`, streaming")
 def streaming(kit: Kit) -> Asking:
     engine = KVCacheQueryEngine.from_index(kit.index(), kit.llm, streaming=True)
     return lambda: str(engine.query(QUESTION))
 
 
-@app(FRAMEWORK, "`KVCacheQueryEngine`, `aquery`")
+@llama_index("`KVCacheQueryEngine`, `aquery`")
 def asynchronous(kit: Kit) -> Asking:
     engine = KVCacheQueryEngine.from_index(kit.index(), kit.llm)
     return lambda: asyncio.run(engine.aquery(QUESTION))
 
 
-@app(FRAMEWORK, "`KVCacheChatEngine`")
+@llama_index("`KVCacheChatEngine`")
 def chat_engine(kit: Kit) -> Asking:
-    engine = KVCacheChatEngine.from_index(kit.index(), kit.llm)
-
-    def ask() -> Any:
-        engine.reset()
-        return engine.chat(QUESTION)
-
-    return ask
+    return chatting(KVCacheChatEngine.from_index(kit.index(), kit.llm))
 
 
-@app(FRAMEWORK, "metadata filters")
+@llama_index("metadata filters")
 def filters(kit: Kit) -> Asking:
     wanted = MetadataFilters(filters=[MetadataFilter(key="part", value=0)])
-    engine = KVCacheQueryEngine.from_index(kit.index(), kit.llm, filters=wanted)
-    return lambda: engine.query(QUESTION)
+    return kit.ours(filters=wanted)
 
 
-@app(FRAMEWORK, "`LongContextReorder`, `SimilarityPostprocessor`")
+@llama_index("`LongContextReorder`, `SimilarityPostprocessor`")
 def reordering(kit: Kit) -> Asking:
     chosen = [SimilarityPostprocessor(similarity_cutoff=0.0), LongContextReorder()]
-    engine = kit.index().as_query_engine(llm=kit.llm, node_postprocessors=chosen)
-    return lambda: engine.query(QUESTION)
+    return kit.stock(node_postprocessors=chosen)
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "a reranker that changes the order",
     remark="a chunk is stored once, whatever its place",
 )
 def turned_round(kit: Kit) -> Asking:
-    retriever, synthesizer = (
-        kit.index().as_retriever(similarity_top_k=3),
-        KVCacheSynthesizer(kit.llm),
-    )
+    retriever = kit.index().as_retriever(similarity_top_k=3)
+    synthesizer = KVCacheSynthesizer(kit.llm)
     orders = iter([1, -1, 1, -1])
     return lambda: synthesizer.synthesize(QUESTION, retriever.retrieve(QUESTION)[:: next(orders)])
 
 
-@app(FRAMEWORK, "sentence windows (`MetadataReplacementPostProcessor`)")
+@llama_index("sentence windows (`MetadataReplacementPostProcessor`)")
 def sentence_window(kit: Kit) -> Asking:
     nodes = SentenceWindowNodeParser(window_size=1).get_nodes_from_documents(kit.documents())
-    engine = VectorStoreIndex(nodes, embed_model=kit.embedding).as_query_engine(
-        llm=kit.llm,
-        node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
-    )
-    return lambda: engine.query(QUESTION)
+    whole = MetadataReplacementPostProcessor(target_metadata_key="window")
+    index = VectorStoreIndex(nodes, embed_model=kit.embedding)
+    return asking(index.as_query_engine(llm=kit.llm, node_postprocessors=[whole]))
 
 
-@app(FRAMEWORK, "`AutoMergingRetriever`", remark="parents are chunks of their own")
+@llama_index("`AutoMergingRetriever`", remark="parents are chunks of their own")
 def auto_merging(kit: Kit) -> Asking:
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[64, 24], chunk_overlap=0)
     nodes = parser.get_nodes_from_documents(kit.documents())
@@ -287,18 +277,15 @@ def auto_merging(kit: Kit) -> Asking:
         get_leaf_nodes(nodes), storage_context=context, embed_model=kit.embedding
     )
     retriever = AutoMergingRetriever(index.as_retriever(similarity_top_k=4), context)
-    engine = RetrieverQueryEngine.from_args(retriever, llm=kit.llm)
-    return lambda: engine.query(QUESTION)
+    return asking(RetrieverQueryEngine.from_args(retriever, llm=kit.llm))
 
 
-@app(FRAMEWORK, "`SummaryIndex`")
+@llama_index("`SummaryIndex`")
 def summary_index(kit: Kit) -> Asking:
-    engine = SummaryIndex.from_documents(kit.documents()).as_query_engine(llm=kit.llm)
-    return lambda: engine.query(QUESTION)
+    return asking(SummaryIndex.from_documents(kit.documents()).as_query_engine(llm=kit.llm))
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "an upsert: `index.refresh_ref_docs`",
     PART,
     "the changed document is computed; of a long one, `with store.replacing():` around it keeps "
@@ -318,25 +305,25 @@ def upsert(kit: Kit) -> Asking:
     return ask
 
 
-@app(FRAMEWORK, "`CitationQueryEngine`", remark="each source with its number is a chunk")
+@llama_index("`CitationQueryEngine`", remark="each source with its number is a chunk")
 def citations(kit: Kit) -> Asking:
-    engine = CitationQueryEngine.from_args(kit.index(), llm=kit.llm)
-    return lambda: engine.query(QUESTION)
+    return asking(CitationQueryEngine.from_args(kit.index(), llm=kit.llm))
 
 
-@app(FRAMEWORK, "`HyDEQueryTransform`")
+@llama_index("`HyDEQueryTransform`")
 def hyde(kit: Kit) -> Asking:
     engine = KVCacheQueryEngine.from_index(kit.index(), kit.llm, similarity_top_k=4)
-    transformed = TransformQueryEngine(engine, HyDEQueryTransform(kit.llm))
-    return lambda: transformed.query(QUESTION)
+    return asking(TransformQueryEngine(engine, HyDEQueryTransform(kit.llm)))
 
 
-@app(FRAMEWORK, "`QueryFusionRetriever`")
+@llama_index("`QueryFusionRetriever`")
 def fusion(kit: Kit) -> Asking:
     retrievers = [kit.index().as_retriever(similarity_top_k=top) for top in (1, 2)]
     retriever = QueryFusionRetriever(retrievers, llm=kit.llm, num_queries=1, use_async=False)
-    engine = RetrieverQueryEngine.from_args(retriever, llm=kit.llm)
-    return lambda: engine.query(QUESTION)
+    return asking(RetrieverQueryEngine.from_args(retriever, llm=kit.llm))
+
+
+PLACES = ("the village", "its school")
 
 
 class TwoQuestions:
@@ -347,30 +334,22 @@ class TwoQuestions:
         return [SubQuestion(sub_question=one, tool_name=tools[0].name) for one in asked]
 
 
-@app(FRAMEWORK, "`SubQuestionQueryEngine`")
+@llama_index("`SubQuestionQueryEngine`")
 def sub_questions(kit: Kit) -> Asking:
-    tool = QueryEngineTool.from_defaults(kit.index().as_query_engine(llm=kit.llm), name="village")
     generator: Any = TwoQuestions()
     engine = SubQuestionQueryEngine(
         question_gen=generator,
         response_synthesizer=get_response_synthesizer(kit.llm),
-        query_engine_tools=[tool],
+        query_engine_tools=kit.tools("the village"),
         use_async=False,
     )
-    return lambda: engine.query(QUESTION)
+    return asking(engine)
 
 
-@app(FRAMEWORK, "`RouterQueryEngine` with an embedding selector")
+@llama_index("`RouterQueryEngine` with an embedding selector")
 def router(kit: Kit) -> Asking:
-    engine = RouterQueryEngine(
-        selector=EmbeddingSingleSelector.from_defaults(kit.embedding),
-        query_engine_tools=[
-            QueryEngineTool.from_defaults(kit.index().as_query_engine(llm=kit.llm), description=one)
-            for one in ("the village", "its school")
-        ],
-        llm=kit.llm,
-    )
-    return lambda: engine.query(QUESTION)
+    selector, tools = EmbeddingSingleSelector.from_defaults(kit.embedding), kit.tools(*PLACES)
+    return asking(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=kit.llm))
 
 
 # ---------------------------------------------------------------------- objects and agents
@@ -380,26 +359,20 @@ class Place(BaseModel):
     place: str
 
 
-@app(FRAMEWORK, "`output_cls=` of `KVCacheQueryEngine`")
+@llama_index("`output_cls=` of `KVCacheQueryEngine`")
 def output_class(kit: Kit) -> Asking:
     llm = kit.scripted('{"place": "the tower"}')
-    engine = KVCacheQueryEngine.from_index(kit.index(), llm, output_cls=Place)
-    return lambda: engine.query(QUESTION)
+    return asking(KVCacheQueryEngine.from_index(kit.index(), llm, output_cls=Place))
 
 
-@app(FRAMEWORK, "`RouterQueryEngine` with an LLM selector")
+@llama_index("`RouterQueryEngine` with an LLM selector")
 def llm_router(kit: Kit) -> Asking:
     llm = kit.scripted('[{"choice": 1, "reason": "It is asked."}]', "In the tower.")
-    tools = [
-        QueryEngineTool.from_defaults(kit.index().as_query_engine(llm=llm), description=one)
-        for one in ("the village", "its school")
-    ]
-    selector = LLMSingleSelector.from_defaults(llm)
-    engine = RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm)
-    return lambda: engine.query(QUESTION)
+    selector, tools = LLMSingleSelector.from_defaults(llm), kit.tools(*PLACES, llm=llm)
+    return asking(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm))
 
 
-@app(FRAMEWORK, "`FunctionAgent` with a retriever's tool")
+@llama_index("`FunctionAgent` with a retriever's tool")
 def agent(kit: Kit) -> Asking:
     llm = kit.scripted(native_call(("search", {"input": QUESTION})), "In the tower.")
     about = ToolMetadata(name="search", description="Finds facts.")
@@ -414,8 +387,7 @@ def agent(kit: Kit) -> Asking:
 
 
 # ---------------------------------------------------------------------- what keeps less
-@app(
-    FRAMEWORK,
+@llama_index(
     "metadata that changes (a date, a score) in what the LLM reads of a node",
     NONE,
     "exclude the field: `node.excluded_llm_metadata_keys`",
@@ -431,19 +403,16 @@ def changing_metadata(kit: Kit) -> Asking:
     return ask
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "`SentenceEmbeddingOptimizer`",
     remark="shortened nodes are chunks of their own; another question may shorten them otherwise",
 )
 def optimizer(kit: Kit) -> Asking:
     shorter = SentenceEmbeddingOptimizer(embed_model=kit.embedding, percentile_cutoff=0.5)
-    engine = kit.index().as_query_engine(llm=kit.llm, node_postprocessors=[shorter])
-    return lambda: engine.query(QUESTION)
+    return kit.stock(node_postprocessors=[shorter])
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "evaluators (`FaithfulnessEvaluator`, `RelevancyEvaluator`)",
     NONE,
     "a judgement is no approximation: they are asked by full prefill",
@@ -455,8 +424,7 @@ def evaluator(kit: Kit) -> Asking:
     )
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "a context of texts that no retriever gave",
     NONE,
     "give the nodes to `KVCacheSynthesizer`",
@@ -469,8 +437,7 @@ def foreign_context(kit: Kit) -> Asking:
     return lambda: llm.predict(template, context_str=context, query_str=QUESTION)
 
 
-@app(
-    FRAMEWORK,
+@llama_index(
     "a prompt form of the user's own (`messages_to_prompt=`, `completion_to_prompt=`)",
     NONE,
     "the prompt stays in that form; leave it out, or use `KVCacheSynthesizer`",
@@ -479,5 +446,4 @@ def own_form(kit: Kit) -> Asking:
     llm = KVCacheLLM(
         engine=kit.llm.engine, max_new_tokens=4, completion_to_prompt=lambda text: f"[{text}]"
     )
-    engine = kit.index().as_query_engine(llm=llm)
-    return lambda: engine.query(QUESTION)
+    return kit.stock(llm=llm)

@@ -27,29 +27,28 @@ _COVERED: Final = re.compile(r"cov: (\d+) ft: \d+ corp: (\d+)")
 _BATCH: Final = 2000  # inputs of one run of Hypothesis, after which the clock is looked at
 
 
+_ANY: Final = hypothesis.settings(
+    deadline=None,
+    database=None,
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
 class BrokenLaw(AssertionError):
     """An input for which a target's law does not hold."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was tried.
-
-    Attributes:
-        target: Its name.
-        engine: What made the inputs.
-        executions: How many inputs were tried.
-        seconds: How long that took.
-        covered: Branches seen, None where nobody counts them.
-        corpus: Inputs that saw another branch each, None where nobody counts them.
-    """
+    """What was tried, by what; None where nobody counts it."""
 
     target: str
     engine: str
     executions: int
     seconds: float
-    covered: int | None = None
-    corpus: int | None = None
+    covered: int | None = None  # branches
+    corpus: int | None = None  # inputs that saw another branch each
 
     def __str__(self) -> str:
         rate = self.executions / max(self.seconds, 1e-9)
@@ -87,8 +86,8 @@ def _guided(target: Target, executions: int, seconds: int, seed: int) -> Run:
         _, seeds = target.load()
         for data in (*seeds, *target.kept().values()):
             (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
-        words = "".join(f'"{_escaped(token)}"\n' for token in target.tokens)
-        (place / "words").write_text(words)
+        escaped = ("".join(f"\\x{byte:02x}" for byte in token) for token in target.tokens)
+        (place / "words").write_text("".join(f'"{token}"\n' for token in escaped))
         flags = [
             f"-runs={executions or -1}",
             f"-max_total_time={seconds}",
@@ -112,15 +111,11 @@ def _guided(target: Target, executions: int, seconds: int, seed: int) -> Run:
             raise BrokenLaw(f"{target.name}: {path.read_bytes()!r}\n{output[-4000:]}")
         executed, covered = _EXECUTED.search(output), _COVERED.findall(output)
         if done.returncode or executed is None or not covered:
-            status = done.returncode
-            raise BrokenLaw(f"{target.name}: atheris ended with {status}\n{output[-4000:]}")
+            ended = f"atheris ended with {done.returncode}"
+            raise BrokenLaw(f"{target.name}: {ended}\n{output[-4000:]}")
         branches, inputs = map(int, covered[-1])
         took = time.monotonic() - started
         return Run(target.name, ENGINES[0], int(executed[1]), took, branches, inputs)
-
-
-def _escaped(token: bytes) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _by_hypothesis(target: Target, executions: int, seconds: int, seed: int) -> Run:
@@ -149,13 +144,8 @@ def _by_hypothesis(target: Target, executions: int, seconds: int, seed: int) -> 
     while (not executions or tried < executions) and (
         not seconds or time.monotonic() - started < seconds
     ):
-        settings = hypothesis.settings(
-            max_examples=min(_BATCH, executions - tried) if executions else _BATCH,
-            deadline=None,
-            database=None,
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
+        most = min(_BATCH, executions - tried) if executions else _BATCH
+        settings = hypothesis.settings(_ANY, max_examples=most)
         seed += 1
         hypothesis.seed(seed)(settings(hypothesis.given(inputs)(ask)))()
     return Run(target.name, ENGINES[1], tried, time.monotonic() - started)

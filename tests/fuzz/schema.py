@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
-from tests.serve_fakes import MODEL, chat, data_of, scripted
+from tests.serve_fakes import MODEL, chat, client, data_of, scripted
 
 _APP, _BACKEND = scripted()
 _LOOP = asyncio.new_event_loop()
+_HTTP = client(_APP)
 _INSIDE = ("Traceback", 'File \\"', "site-packages", "kvcache_rag/")
-_SCOPE = {
-    "type": "http",
-    "asgi": {"version": "3.0"},
-    "http_version": "1.1",
-    "method": "POST",
-    "scheme": "http",
-    "path": "/v1/chat/completions",
-    "raw_path": b"/v1/chat/completions",
-    "query_string": b"",
-    "root_path": "",
-    "client": ("127.0.0.1", 1),
-    "server": ("127.0.0.1", 80),
-}
 
 
 def seeds() -> list[bytes]:
@@ -59,45 +46,23 @@ def seeds() -> list[bytes]:
 def check(data: bytes) -> bool:
     """Whether the body is answered."""
     _BACKEND.works.clear()
-    status, headers, body = _LOOP.run_until_complete(_asked(data))
-    text = body.decode()
+    sent = {"content": data, "headers": {"content-type": "application/json"}}
+    reply = _LOOP.run_until_complete(_HTTP.post("/v1/chat/completions", **sent))
+    text = reply.text
     assert not any(inside in text for inside in _INSIDE if inside.encode() not in data), text
-    assert b"x-request-id" in headers
-    if status != 200:
-        assert 400 <= status < 500, text
-        error = json.loads(text)["error"]
+    assert "x-request-id" in reply.headers
+    if reply.status_code != 200:
+        assert 400 <= reply.status_code < 500, text
+        error = reply.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}, text
         assert error["message"]
         return False
     asked = json.loads(data)
     assert asked["model"] == MODEL
     assert asked["messages"]
-    if headers[b"content-type"].startswith(b"text/event-stream"):
+    if reply.headers["content-type"].startswith("text/event-stream"):
         assert asked["stream"] is True
         assert data_of(text)[-1] == "[DONE]"
     else:
-        assert json.loads(text)["object"] == "chat.completion"
+        assert reply.json()["object"] == "chat.completion"
     return True
-
-
-async def _asked(data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
-    sent = False
-    status, headers, body = 0, {}, bytearray()
-
-    async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if sent:
-            await asyncio.Event().wait()  # the client stays
-        sent = True
-        return {"type": "http.request", "body": data, "more_body": False}
-
-    async def send(message: Any) -> None:
-        nonlocal status, headers
-        if message["type"] == "http.response.start":
-            status, headers = message["status"], dict(message["headers"])
-        body.extend(message.get("body", b""))
-
-    fields = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    fields.append((b"content-length", str(len(data)).encode()))
-    await _APP({**_SCOPE, "headers": fields, "state": {}}, receive, send)
-    return status, headers, bytes(body)

@@ -21,19 +21,12 @@ CORPUS: Final = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True)
 class Target:
-    """One function of bytes.
+    """One function of bytes."""
 
-    Attributes:
-        name: Of its module, and of its folder of kept inputs.
-        instrumented: Modules whose branches guide the search.
-        tokens: Words of its language, which mutations insert.
-        longest: Bytes of an input, at most.
-    """
-
-    name: str
-    instrumented: tuple[str, ...]
-    tokens: tuple[bytes, ...]
-    longest: int
+    name: str  # of its module, and of its folder of kept inputs
+    instrumented: tuple[str, ...]  # modules whose branches guide the search
+    tokens: tuple[bytes, ...]  # words of its language, which mutations insert
+    longest: int  # bytes of an input, at most
 
     def load(self) -> tuple[Callable[[bytes], bool], tuple[bytes, ...]]:
         """Its `check` and its seeds."""
@@ -47,79 +40,39 @@ class Target:
 
 
 _JSON: Final = (
-    *(
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b'"',
-        b":",
-        b",",
-        b"\\",
-        b"\\u",
-        b"\\ud800",
-        b'\\"',
-        b"null",
-        b"true",
-    ),
-    *(b"false", b"0", b"-1", b"1e400", b"NaN", b"Infinity", b"[[[[[[[[", b"]]]]]]]]", b"{}", b"[]"),
-    *(
-        b"\xef\xbb\xbf",
-        b"\xff\xfe",
-        b"\xfe\xff",
-        b"\x00",
-        b"\xed\xa0\x80",
-        b"\r\n",
-        b'{"":',
-        b'"":',
-    ),
+    *rb'{ } [ ] " : , \ \u \ud800 \" null true false 0 -1 1e400 NaN Infinity'.split(),
+    *rb'[[[[[[[[ ]]]]]]]] {} [] {"": "":'.split(),
+    *(b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\x00", b"\xed\xa0\x80", b"\r\n"),
 )
 
 _HEADER: Final = (
-    *(b"__metadata__", b"format", b"key", b"codec", b"start", b"pad", b"provenance", b"xxh3_128"),
-    *(b"tokens", b"kv", b"dtype", b"shape", b"data_offsets", b"I32", b"BF16", b"native"),
+    *b"__metadata__ format key codec start pad provenance xxh3_128".split(),
+    *b"tokens kv dtype shape data_offsets I32 BF16 native".split(),
     *(b"\xf8\x0f\x00\x00\x00\x00\x00\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff"),
 )
 
 _KEYS: Final = (
-    *(
-        b"sha256:",
-        b"SHA256:",
-        b"#",
-        b"\n",
-        b"\r\n",
-        b"\r",
-        b"\t",
-        b" ",
-        b"@metrics",
-        b"@",
-        b"\xc2\x85",
-    ),
-    *(b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"\x1c", b"\xc2\xa0", b"0123456789abcdef", b"acme"),
-    *(b"web", b"0" * 64, b"A" * 64, b"a" * 63, b"-", b".", b"_", b"\xff", b"\x00"),
+    *b"sha256: SHA256: # @metrics @ 0123456789abcdef acme web - . _".split(),
+    *(b"\n", b"\r\n", b"\r", b"\t", b" ", b"\xc2\x85", b"\xe2\x80\xa8", b"\xef\xbb\xbf"),
+    *(b"\x1c", b"\xc2\xa0", b"0" * 64, b"A" * 64, b"a" * 63, b"\xff", b"\x00"),
 )
 
 _CHAT: Final = tuple(
-    f'"{word}"'.encode()
+    b'"%b"' % word
     for word in (
-        *("model", "tiny", "messages", "role", "user", "system", "developer", "assistant"),
-        *("content", "type", "text", "documents", "id", "title", "data", "stream", "max_tokens"),
-        *("stream_options", "include_usage", "kvcache", "policy", "ratio", "cacheblend", "reuse"),
-        *("temperature", "top_p", "top_k", "seed", "stop", "n", "tools", "tool_choice", "none"),
-        *("response_format", "logprobs", "logit_bias", "metadata", "user", "refusal"),
-        *("max_completion_tokens", "frequency_penalty", "functions", "function_call", "full"),
+        *b"model tiny messages role user system developer assistant content type text".split(),
+        *b"documents id title data stream max_tokens stream_options include_usage".split(),
+        *b"kvcache policy ratio cacheblend reuse full temperature top_p top_k seed stop n".split(),
+        *b"tools tool_choice none response_format logprobs logit_bias metadata user".split(),
+        *b"refusal max_completion_tokens frequency_penalty functions function_call".split(),
     )
 )
 
+_FILE: Final = tuple(f"kvcache_rag.stores.{name}" for name in ("file", "runs", "signing"))
 TARGETS: Final = {
     target.name: target
     for target in (
-        Target(
-            "header",
-            ("kvcache_rag.stores.file", "kvcache_rag.stores.runs", "kvcache_rag.stores.signing"),
-            (*_HEADER, *_JSON),
-            8192,
-        ),
+        Target("header", _FILE, (*_HEADER, *_JSON), 8192),
         Target("keys", ("kvcache_rag_server.keys",), _KEYS, 2048),
         Target("scanner", ("kvcache_rag_server.bodies", "tests.fuzz.scanner"), _JSON, 1024),
         Target("schema", ("kvcache_rag_server",), (*_CHAT, *_JSON), 2048),

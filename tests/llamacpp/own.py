@@ -66,13 +66,7 @@ class Own:
     # ---------------------------------------------------------------- what is asked of it
 
     def full(self, ids: Sequence[int], last: int, *, first: int = 0) -> Tensor:
-        """Logits of the last tokens of one ordinary prefill, `(last, vocabulary)` float32.
-
-        Args:
-            ids: All of them.
-            last: Of how many.
-            first: Position of the first.
-        """
+        """Logits of the last tokens of one ordinary prefill, `(last, vocabulary)` float32."""
         self._empty()
         return self._decode(ids, first, _ASKED, last)
 

@@ -61,7 +61,6 @@ def family(request: pytest.FixtureRequest) -> str:
 def test_law_an_adapter_is_that_of_transformers(
     family: str, changes: dict[str, Any], files: Files, tmp_path: Path
 ) -> None:
-    """Law: full prefill and stitched, both engines say the same."""
     path = files(family)
     folder = write_adapter(path, tmp_path / "adapter", **changes)
     ours, theirs = (

@@ -107,7 +107,6 @@ def test_chosen_tokens_are_computed_where_they_stand(
 def test_all_tokens_computed_again_are_a_full_prefill(
     engine: Engine, family: str, files: Files, own: Decoder
 ) -> None:
-    """Law: `LegoLink` of whole chunks = `FullRecompute` = llama.cpp's own prefill."""
     ids = ids_of(engine)
     expected = own(files(family)).full(ids.all, len(ids.query))
     for policy in (LegoLink(1000), Picked(lambda prompt: torch.ones(prompt.context_tokens) > 0)):

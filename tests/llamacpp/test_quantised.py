@@ -99,7 +99,6 @@ def test_full_prefills_are_its_own(engine: Engine, smollm2: Path, own: Decoder) 
 
 
 def test_policies(engine: Engine, smollm2: Path, own: Decoder, floor: float) -> None:
-    """Law: all tokens computed again = a full prefill; heads = its own decoding of them."""
     ids = ids_of(engine, TEXTS, QUESTION)
     alone = own(smollm2, dtype="float16")
     expected = alone.full(ids.all, len(ids.query))

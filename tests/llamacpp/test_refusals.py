@@ -63,10 +63,7 @@ def is_a_sentence(error: BaseException) -> bool:
 def test_models_that_cannot_be_stitched_answer_by_full_prefill(
     files: Files, own: Decoder, name: str, words: str
 ) -> None:
-    """Law: their answers are those of a full prefill of the best few chunks, with one warning.
-
-    Chunks are refused.
-    """
+    """Law: of the best few chunks, with one warning; chunks are refused."""
     engine = opened(files(name))
     few = [TEXTS[at] for at in BestFew().plan(Retrieved(QUESTION, tuple(TEXTS))).order]
     with pytest.warns(UserWarning, match=rf"^{words}.*; it answers by full prefill"):
@@ -84,9 +81,8 @@ def test_models_that_cannot_be_stitched_answer_by_full_prefill(
         with pytest.raises(UnsupportedModelError, match=rf"^{words}") as caught:
             call()
         assert is_a_sentence(caught.value)
-    batch = engine.generate_batch(
-        [(QUESTION, few), ("x", TEXTS[:1])], policy=FullRecompute(), max_new_tokens=5
-    )
+    rows = [(QUESTION, few), ("x", TEXTS[:1])]
+    batch = engine.generate_batch(rows, policy=FullRecompute(), max_new_tokens=5)
     assert batch[0].token_ids == answer.token_ids
 
 
@@ -144,25 +140,21 @@ def test_policies_that_are_refused(engine: Engine, policy: Any, words: str) -> N
     assert engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2).token_ids
 
 
-def test_policies_of_users_that_look_at_layers_are_refused(engine: Engine) -> None:
-    """Law: whatever signal they ask for without saying so."""
+@pytest.mark.parametrize(
+    "look", [lambda signals: signals.deviation(1), lambda signals: signals.attention()]
+)
+def test_policies_of_users_that_look_at_layers_are_refused(engine: Engine, look: Any) -> None:
 
-    class Deviating(Picked):
+    class Looking(Picked):
         def select(self, prompt: Any, signals: Any) -> Any:
-            return signals.deviation(1) > 0
+            return look(signals) > 0
 
-    class Attending(Picked):
-        def select(self, prompt: Any, signals: Any) -> Any:
-            return signals.attention() > 0
-
-    for policy in (Deviating(lambda prompt: None), Attending(lambda prompt: None)):
-        with pytest.raises(UnsupportedModelError, match="gives neither attention nor keys") as told:
-            engine.generate(QUESTION, TEXTS, policy=policy)
-        assert is_a_sentence(told.value)
+    with pytest.raises(UnsupportedModelError, match="gives neither attention nor keys") as told:
+        engine.generate(QUESTION, TEXTS, policy=Looking(lambda prompt: None))
+    assert is_a_sentence(told.value)
 
 
 def test_why_chunks_are_copied_is_told(files: Files) -> None:
-    """Law: chunks are not attended to where they lie, whatever rotation is asked for."""
     for rotation in ("auto", "copied", "deferred"):
         engine = opened(files("llama"), rotation=rotation)
         metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
@@ -184,7 +176,6 @@ def test_longropes_length_holds_of_full_prefills_too(files: Files) -> None:
 
 
 def test_a_prompt_that_fills_its_window(files: Files, own: Decoder) -> None:
-    """Law: what fits is answered to the last token, on either side of longrope's length."""
     engine = opened(files("phi3"))
     tokens = len(ids_of(engine, ["a", "b"]).all)
     first, second = "a" * 200, "b" * (ggufs.ORIGINAL - tokens - 200 + 2 - 8)
@@ -223,21 +214,24 @@ def test_options_that_are_refused(files: Files, options: dict[str, Any], words: 
     assert is_a_sentence(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["no gguf", "cut", "no file", "a folder", "another architecture"])
-def test_files_that_are_refused(files: Files, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda raw: b"GGML" + raw[4:],
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: raw.replace(b"llama", b"lamma"),
+        None,
+    ],
+    ids=["no gguf", "cut", "another architecture", "no file"],
+)
+def test_files_that_are_refused(files: Files, spoilt: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    raw = files("llama").read_bytes()
-    if kind == "no gguf":
-        path.write_bytes(b"GGML" + raw[4:])
-    elif kind == "cut":
-        path.write_bytes(raw[: len(raw) // 2])
-    elif kind == "a folder":
-        path = tmp_path
-    elif kind == "another architecture":
-        path.write_bytes(raw.replace(b"llama", b"lamma"))
-    with pytest.raises(InvalidInputError) as caught:
-        opened(path)
-    assert is_a_sentence(caught.value)
+    if spoilt is not None:
+        path.write_bytes(spoilt(files("llama").read_bytes()))
+    for wrong in (path, tmp_path):
+        with pytest.raises(InvalidInputError) as caught:
+            opened(wrong)
+        assert is_a_sentence(caught.value)
 
 
 def test_an_encoder_is_no_language_model(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +242,6 @@ def test_an_encoder_is_no_language_model(files: Files, monkeypatch: pytest.Monke
 
 # ---------------------------------------------------------------------- the model itself
 def test_its_model_answers_the_engine_alone(engine: Engine) -> None:
-    """Law: whoever holds the model cannot mix prompts of the engine up."""
     with pytest.raises(InvalidInputError, match="ask the engine"):
         engine.model(torch.tensor([[5, 6]]), None)
     for call in (copy.deepcopy, pickle.dumps):

@@ -16,7 +16,7 @@ import access
 import psutil
 import pytest
 import torch
-from laws import QUESTION, TEMPLATE, TEXTS, error
+from laws import QUESTION, TEMPLATE, TEXTS, Recorder, error
 from llamacpp.asking import POLICIES, After, ids_of, opened, parts, rounding
 from llamacpp.ggufs import LENGTH
 
@@ -34,8 +34,6 @@ from kvcache_rag_llamacpp.binding import is_compiled_for_amx, uses_amx
 from kvcache_rag_llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llamacpp.conftest import Decoder, Files
 
 LONG = ["".join(TEXTS) * 10, "".join(TEXTS[::-1]) * 10]
@@ -43,7 +41,9 @@ LONG = ["".join(TEXTS) * 10, "".join(TEXTS[::-1]) * 10]
 
 @pytest.fixture(scope="module", params=["llama", "cohere2"])
 def engine(request: pytest.FixtureRequest, files: Files) -> Engine:
-    return opened(files(request.param))
+    made: Engine = opened(files(request.param))
+    made.add(TEXTS)
+    return made
 
 
 # ---------------------------------------------------------------------- stopped
@@ -76,19 +76,15 @@ def test_a_pass_ends_when_an_event_is_set(engine: Engine, options: dict[str, Any
         assert again.token_ids == expected.token_ids
 
 
-def calling(act: Callable[[], Any]) -> Callable[[str], Any]:
-    return lambda _: act()
-
-
 def test_a_callback_overwrites_nothing_of_the_answer(engine: Engine) -> None:
-    """Chunks are computed in the memory of the answer, whoever asks for them."""
+    """Chunks are computed in its memory, whoever asks for them."""
     expected = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4).token_ids
     for call in (
         lambda: engine.add(["What is added meanwhile."]),
         lambda: engine.in_namespace("other").generate(QUESTION, TEXTS[:1], max_new_tokens=1),
     ):
         with pytest.raises(InvalidInputError, match="is answering, and its callbacks"):
-            engine.generate(QUESTION, TEXTS, emit=calling(call), max_new_tokens=4)
+            engine.generate(QUESTION, TEXTS, emit=lambda _, call=call: call(), max_new_tokens=4)
         again = engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=4)
         assert again.token_ids == expected
 
@@ -129,7 +125,6 @@ def test_whoever_asks_at_once_gets_his_own_answer(engine: Engine) -> None:
 
 # ---------------------------------------------------------------------- several engines
 def test_engines_of_one_model_have_their_own_prefixes(files: Files, own: Decoder) -> None:
-    """Law: chunks of each are computed behind its own prefix, whoever was asked before."""
     first = opened(files("llama"))
     template = PromptTemplate(system="Look at these, one by one: ", chunk_start="<d>")
     second = Engine(first.model, first.tokenizer, template=template)
@@ -153,7 +148,6 @@ def test_a_longer_prefix_of_before_takes_no_cells(files: Files, own: Decoder) ->
 
 
 def test_an_engine_that_is_made_meanwhile_disturbs_no_answer(files: Files) -> None:
-    """Law: measuring a model waits for the answer in progress."""
     engine = opened(files("llama"))
     options: dict[str, Any] = {"max_new_tokens": 120, "min_new_tokens": 120, "policy": Reuse()}
     expected = engine.generate(QUESTION, TEXTS, **options).token_ids
@@ -169,7 +163,6 @@ def test_an_engine_that_is_made_meanwhile_disturbs_no_answer(files: Files) -> No
 
 
 def test_a_cache_of_before_is_refused(engine: Engine) -> None:
-    """Law: what was begun anew cannot be gone on with."""
     model, ids = access.adapter(engine), torch.tensor([[5, 6, 7]])
     cache = model.new_cache(torch.ones_like(ids), room=4)
     model.forward(ids[:, :2], cache, torch.arange(2))
@@ -179,7 +172,6 @@ def test_a_cache_of_before_is_refused(engine: Engine) -> None:
 
 
 def test_what_nobody_holds_is_freed(files: Files) -> None:
-    """Law: a model goes with its last engine, with its context and its file."""
     engine = opened(files("llama"), context_window=LENGTH)
     engine.generate(QUESTION, LONG, policy=Reuse(), max_new_tokens=1)
     llama = weakref.ref(access.adapter(engine).llama)
@@ -263,3 +255,69 @@ def test_what_is_computed_in_a_thread_of_its_own_has_ended_when_the_call_has() -
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+# ---------------------------------------------------------------------- prompts that begin alike
+OTHER = "Who was it, and when?"
+
+
+def asked(engine: Engine, question: str, texts: list[str] = TEXTS, **options: Any) -> Any:
+    options = {"policy": Reuse(), "max_new_tokens": 4, **options}
+    return engine.generate(question, texts, **options).metrics
+
+
+def first_logits(engine: Engine, question: str, **options: Any) -> torch.Tensor:
+    seen = Recorder()
+    asked(engine, question, logits_processor=[seen], **options)
+    return seen.steps[0].float()
+
+
+@pytest.mark.parametrize("policy", [FullRecompute(), Reuse(), BestLast(0.5)], ids=repr)
+def test_law_what_begins_alike_goes_on_alike(engine: Engine, policy: Any) -> None:
+    engine.forget_buffer()
+    reference = first_logits(engine, OTHER, policy=policy)
+    engine.forget_buffer()
+    asked(engine, QUESTION, policy=policy)
+    assert error(first_logits(engine, OTHER, policy=policy), reference) < rounding("llama")
+    again = asked(engine, OTHER, policy=policy)
+    whole = again.prompt_tokens - (0 if policy.is_full else again.prefix_tokens)
+    assert again.continued_tokens == whole - again.reused_tokens - 1
+
+
+def test_it_would_notice_other_cells(engine: Engine) -> None:
+    engine.forget_buffer()
+    reference = first_logits(engine, OTHER)
+    asked(engine, QUESTION, TEXTS[::-1])
+    kept = engine._bound.runner.filler._kept
+    texts_there = kept._beginning
+    asked(engine, QUESTION)
+    right = kept._beginning
+    asked(engine, QUESTION, TEXTS[::-1])
+    assert kept._beginning == texts_there
+    kept._beginning = right  # as if chunks in another order were the same
+    assert error(first_logits(engine, OTHER), reference) > rounding("llama")
+
+
+def test_what_is_left_is_not_gone_on_from_where_it_is_something_else(engine: Engine) -> None:
+    def continued(between: Any = None, texts: list[str] = TEXTS, **options: Any) -> int:
+        asked(engine, QUESTION)
+        if between is not None:
+            between()
+        tokens: int = asked(engine, QUESTION, texts, **options).continued_tokens
+        return tokens
+
+    assert continued() > 0
+    assert continued(texts=TEXTS[::-1]) == 0
+    assert continued(policy=FullRecompute()) == 0
+    assert continued(num_beams=2) == 0
+    assert continued(lambda: engine.add(["Something new."])) == 0  # computed in the same cells
+    assert continued(lambda: engine.logits(OTHER, TEXTS, policy=Reuse())) == 0
+    assert continued(lambda: asked(engine.in_namespace("other"), QUESTION)) == 0
+    assert continued(lambda: engine.generate_batch([(OTHER, TEXTS)] * 2, policy=Reuse())) == 0
+    assert continued(engine.forget_buffer) == 0
+
+
+def test_none_goes_on_where_there_shall_be_no_memory(files: Files) -> None:
+    engine = opened(files("llama"), prompt_memory=0)
+    asked(engine, QUESTION)
+    assert asked(engine, QUESTION).continued_tokens == 0

@@ -83,7 +83,6 @@ def test_chunks_of_the_other_engine_give_the_same_logits(
 
 
 def test_the_tensors_themselves_are_the_same(both: tuple[Engine, Engine], family: str) -> None:
-    """Law: but for rounding, and the order of columns."""
     chunks = [[stored(engine, key) for key in engine.add(TEXTS)] for engine in both]
     for ours, theirs in zip(*chunks, strict=True):
         keys = as_neighbours(theirs.keys(0)) if family == "llama" else theirs.keys(0)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from laws import QUESTION, TEXTS, error
+from laws import QUESTION, TEXTS, Recorder, error
 from llamacpp.asking import ids_of, opened, parts, rounding, without_prefix
 from llamacpp.ggufs import FAMILIES, LENGTH, ORIGINAL
 
@@ -56,7 +56,6 @@ def engine(family: str, files: Files) -> Engine:
 def test_it_is_llama_cpps_own_decoding_of_the_layout(
     engine: Engine, family: str, files: Files, own: Decoder, order: str
 ) -> None:
-    """Law: chunks in any order, also several times the same."""
     texts = ORDERS[order]
     expected = own(files(family)).stitched(*parts(ids_of(engine, texts)))
     computed = engine.logits(QUESTION, texts, policy=Reuse())
@@ -74,7 +73,6 @@ def test_it_is_llama_cpps_own_decoding_of_the_layout(
     ids=["behind a prefix", "without a prefix"],
 )
 def test_chunks_of_one_token(family: str, files: Files, own: Decoder, options: Any) -> None:
-    """Law: the same of chunks of one token, beside a longer one."""
     engine, texts = opened(files(family), **options), ["a", "b", TEXTS[0], "a"]
     ids = ids_of(engine, texts)
     assert [len(chunk) for chunk in ids.chunks] == [1, 1, len(TEXTS[0]), 1]
@@ -129,7 +127,6 @@ def elsewhere(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_after_a_restart_and_from_another_process(
     family: str, files: Files, own: Decoder, elsewhere: Path, tmp_path: Path
 ) -> None:
-    """Law: files of an earlier engine, and of another process, are the chunks that are computed."""
     path = files(family)
     opened(path, store=DiskStore(tmp_path)).add(TEXTS)
     logits = []
@@ -146,11 +143,7 @@ def test_after_a_restart_and_from_another_process(
 
 @pytest.mark.parametrize(
     ("dtype", "flash", "allowed"),
-    [
-        ("bfloat16", False, 0.15),
-        ("float32", True, 0.06),
-        ("bfloat16", True, 0.2),
-    ],
+    [("bfloat16", False, 0.15), ("float32", True, 0.06), ("bfloat16", True, 0.2)],
 )
 def test_other_caches(
     family: str, files: Files, own: Decoder, dtype: str, flash: bool, allowed: float
@@ -162,36 +155,32 @@ def test_other_caches(
     """
     engine = opened(files(family), dtype=dtype, model_kwargs={"flash_attn": flash})
     expected = own(files(family), dtype=dtype, flash=flash).stitched(*parts(ids_of(engine)))
-    found = engine.logits(QUESTION, TEXTS, policy=Reuse())
-    assert error(found, expected) < allowed
+    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) < allowed
 
 
 # ---------------------------------------------------------------------- the law can fail
+
+
+def _brought(
+    change: Callable[[Any, Any], tuple[Any, Any] | None],
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Chunks and their moves are exchanged before they are brought; None leaves one out."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = LlamaCppModel.bring
+
+        def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
+            if (changed := change(segment, move)) is not None:
+                real(self, sequence, *changed, again)
+
+        monkeypatch.setattr(LlamaCppModel, "bring", bring)
+
+    return mutate
+
+
 def _turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Move.of
-
-    def of(layout: Any, old: Any, new: Any, device: Any) -> Move:
-        return real(layout, new, old, device)
-
-    monkeypatch.setattr(Move, "of", of)
-
-
-def _unturned(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LlamaCppModel.bring
-
-    def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
-        real(self, sequence, segment, None, again)
-
-    monkeypatch.setattr(LlamaCppModel, "bring", bring)
-
-
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LlamaCppModel.bring
-
-    def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
-        real(self, sequence, replace(segment, position=segment.position // 2), move, again)
-
-    monkeypatch.setattr(LlamaCppModel, "bring", bring)
+    monkeypatch.setattr(Move, "of", lambda layout, old, new, device: real(layout, new, old, device))
 
 
 def _values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,27 +197,19 @@ def _values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaCppModel, "prefill", prefill)
 
 
-def _without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LlamaCppModel.bring
-
-    def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
-        if segment.position:
-            real(self, sequence, segment, move, again)
-
-    monkeypatch.setattr(LlamaCppModel, "bring", bring)
-
-
-def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaCpp, "empty", lambda self, *, wipe=False: None)
-
-
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "keys are turned the wrong way": _turned_back,
-    "keys are not turned": _unturned,
-    "chunks stand elsewhere": _elsewhere,
+    "keys are not turned": _brought(lambda segment, move: (segment, None)),
+    "chunks stand elsewhere": _brought(
+        lambda segment, move: (replace(segment, position=segment.position // 2), move)
+    ),
+    "the prefix is missing": _brought(
+        lambda segment, move: (segment, move) if segment.position else None
+    ),
     "two layers' values are exchanged": _values_exchanged,
-    "the prefix is missing": _without_the_prefix,
-    "cells of before are still there": _stale,
+    "cells of before are still there": lambda monkeypatch: monkeypatch.setattr(
+        LlamaCpp, "empty", lambda self, *, wipe=False: None
+    ),
 }
 
 
@@ -237,19 +218,19 @@ def test_the_law_would_notice(
     family: str, files: Files, own: Decoder, mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(files(family))
-    engine.generate(
-        "What was before?", [text[::-1] for text in TEXTS], policy=Reuse(), max_new_tokens=4
-    )
+    before = [text[::-1] for text in TEXTS]
+    engine.generate("What was before?", before, policy=Reuse(), max_new_tokens=4)
     MUTANTS[mutant](monkeypatch)
     expected = own(files(family)).stitched(*parts(ids_of(engine, TEXTS)))
     try:
         found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     except RuntimeError:
         return  # llama.cpp itself does not take it
+    off = error(found, expected)
     if family == "mpt" and mutant.startswith("keys"):  # which are not turned there
-        assert error(found, expected) < rounding(family)
+        assert off < rounding(family)
     else:
-        assert error(found, expected) > 10 * rounding(family)
+        assert off > 10 * rounding(family)
 
 
 def test_the_law_would_notice_chunks_that_saw_no_prefix(
@@ -259,3 +240,59 @@ def test_the_law_would_notice_chunks_that_saw_no_prefix(
     ids = parts(ids_of(engine))
     expected, other = (own(files(family)).stitched(*ids, is_behind=one) for one in (True, False))
     assert error(found, expected) < rounding(family) < error(found, other) / 20
+
+
+# ---------------------------------------------------------------------- as it is: bit for bit
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_full_recompute_is_llama_cpps_own_prefill(
+    family: str, files: Files, own: Decoder, dtype: str, flash: bool
+) -> None:
+    """Law: `FullRecompute` = one `llama_decode` of the same ids, bit for bit."""
+    engine = opened(files(family), dtype=dtype, model_kwargs={"flash_attn": flash})
+    engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=3)  # leaves cells behind
+    ids = ids_of(engine)
+    expected = own(files(family), dtype=dtype, flash=flash).full(ids.all, len(ids.query))
+    assert torch.equal(engine.logits(QUESTION, TEXTS, policy=FullRecompute()), expected)
+
+
+def test_a_long_prefill_is_llama_cpps_own(family: str, files: Files, own: Decoder) -> None:
+    """More tokens than are computed at once."""
+    engine, texts = opened(files(family), context_window=LENGTH), ["".join(TEXTS) * 8, *TEXTS]
+    ids = ids_of(engine, texts)
+    expected = own(files(family), cells=LENGTH).full(ids.all, len(ids.query))
+    found = engine.logits(QUESTION, texts, policy=FullRecompute())
+    assert torch.equal(found, expected)
+
+
+def test_complete_is_llama_cpps_own_prefill(
+    engine: Engine, family: str, files: Files, own: Decoder
+) -> None:
+    text = "Once upon a time, there was a"
+    seen = Recorder()
+    engine.complete(text, max_new_tokens=1, logits_processor=[seen])
+    expected = own(files(family)).full(engine.tokenize_text(text), 1)
+    assert torch.equal(seen.steps[0], expected)
+
+
+def test_prefix_and_first_chunk_are_a_full_prefill(
+    engine: Engine, family: str, files: Files, own: Decoder
+) -> None:
+    ids = ids_of(engine, TEXTS[:1])
+    expected = own(files(family)).full(ids.all, len(ids.query))
+    found = engine.logits(QUESTION, TEXTS[:1], policy=Reuse())
+    assert torch.equal(found, expected)
+
+
+def test_the_laws_would_notice_another_position(
+    engine: Engine, family: str, files: Files, own: Decoder
+) -> None:
+    """One position further the logits are the same but for rounding: equal bits say more.
+
+    Where attention counts places (mpt), a position further is no other place.
+    """
+    ids = ids_of(engine)
+    further = own(files(family)).full(ids.all, len(ids.query), first=1)
+    found = engine.logits(QUESTION, TEXTS, policy=FullRecompute())
+    assert torch.equal(found, further) is (family == "mpt")
+    assert error(found, further) < 10 * rounding(family)

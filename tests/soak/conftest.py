@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Serve: TypeAlias = "Callable[..., tuple[int, str]]"
 
 
 @dataclass(frozen=True)
@@ -30,3 +41,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def amount(pytestconfig: pytest.Config) -> Amount:
     """The option; a run from elsewhere does not know it and is short."""
     return Amount(bool(pytestconfig.getoption("--long", default=False)))
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Begins a server of the packaged reader in a process of its own; gives its pid and URL."""
+    with ExitStack() as stack:
+
+        def begin(*words: str, **variables: str) -> tuple[int, str]:
+            command = [sys.executable, "-m", "kvcache_rag.cli", "serve", "tiny", "--port", "0"]
+            environment = {**os.environ, **variables}
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [*command, *words], stdout=subprocess.PIPE, text=True, env=environment
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            match = re.search(r" at (http://[^ ]+)/v1,", process.stdout.readline())
+            assert match
+            return process.pid, match[1]
+
+        yield begin

@@ -35,15 +35,9 @@ def test_no_flipped_header_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
     provenance = json.loads(raw[8:size])["__metadata__"]["provenance"]
     assert kept <= 8 * len(provenance)
     assert store.stats().corrupt == 8 * size - kept
-    record(
-        "damage-header",
-        "damage",
-        "files with one bit of the header flipped: every bit there is",
-        8 * size,
-        refused_and_put_aside=8 * size - kept,
-        only_the_name_of_the_writer_differs=kept,
-        wrong_tensors=0,
-    )
+    tried = "files with one bit of the header flipped: every bit there is"
+    seen = {"refused and put aside": 8 * size - kept, "only the name of the writer differs": kept}
+    record("damage-header", "damage", tried, 8 * size, **seen, wrong_tensors=0)
 
 
 def test_no_flipped_payload_bit_serves_a_wrong_tensor(tmp_path: Path, amount: Amount) -> None:
@@ -55,11 +49,5 @@ def test_no_flipped_payload_bit_serves_a_wrong_tensor(tmp_path: Path, amount: Am
         damaged = bytearray(raw)
         damaged[chance.randrange(header_size(raw), len(raw))] ^= 1 << chance.randrange(8)
         assert is_refused(store, key, bytes(damaged))
-    record(
-        "damage-payload",
-        "damage",
-        "files with one bit of the payload flipped",
-        flips,
-        refused_and_put_aside=flips,
-        wrong_tensors=0,
-    )
+    tried, seen = "files with one bit of the payload flipped", {"refused and put aside": flips}
+    record("damage-payload", "damage", tried, flips, **seen, wrong_tensors=0)

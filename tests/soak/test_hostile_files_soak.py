@@ -21,13 +21,7 @@ def test_no_file_does_more_than_fail(kind: str, amount: Amount) -> None:
     count = amount(200, 2_000)
     done = read_all(kind, 2, count, LEVELS)
     assert done.faults == ()
-    record(
-        f"hostile-{kind}",
-        "damage",
-        f"damaged or hostile .{kind} files read, {SECONDS} s and {MEGABYTES} MB at most for each",
-        count,
-        texts=done.texts,
-        one_sentence=done.refused,
-        anything_else=0,
-        slowest=f"{done.slowest:.1f} s",
-    )
+    limits = f"{SECONDS} s and {MEGABYTES} MB at most for each"
+    tried = f"damaged or hostile .{kind} files read, {limits}"
+    seen = {"texts": done.texts, "one sentence": done.refused, "anything else": 0}
+    record(f"hostile-{kind}", "damage", tried, count, **seen, slowest=f"{done.slowest:.1f} s")

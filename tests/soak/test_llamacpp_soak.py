@@ -42,12 +42,7 @@ def test_thousands_of_questions(family: str, tmp_path: Path, amount: Amount) -> 
             seen.append(process.memory_info().rss / 2**20)
     assert not wrong
     assert seen[-1] - seen[2] < 30, f"MiB as it went on: {seen}"
-    record(
-        f"llamacpp-{family}",
-        "requests",
-        f"questions to llama.cpp, a random {family}, all policies, some stopped",
-        count,
-        compared_with_a_new_engine=compared,
-        wrong=wrong,
-        MiB_more_at_the_end=round(max(0.0, seen[-1] - seen[2])),
-    )
+    more = round(max(0.0, seen[-1] - seen[2]))
+    tried = f"questions to llama.cpp, a random {family}, all policies, some stopped"
+    found = {"compared with a new engine": compared, "wrong": wrong, "MiB more at the end": more}
+    record(f"llamacpp-{family}", "requests", tried, count, **found)

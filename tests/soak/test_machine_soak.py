@@ -21,10 +21,5 @@ def test_a_store_does_what_a_dictionary_does(machine: type[StoreMachine]) -> Non
     long = settings(max_examples=examples, stateful_step_count=STEPS, deadline=None)
     run_state_machine_as_test(machine, settings=long)
     name = machine.__name__.removesuffix("Machine").lower()
-    record(
-        f"models-{name}",
-        "models",
-        f"stories of up to {STEPS} steps with the store `{name}`, beside a dictionary",
-        examples,
-        different_answers=0,
-    )
+    tried = f"stories of up to {STEPS} steps with the store `{name}`, beside a dictionary"
+    record(f"models-{name}", "models", tried, examples, different_answers=0)

@@ -57,19 +57,18 @@ def test_every_dist_has_an_sdist_and_a_wheel(built: Path) -> None:
 @pytest.mark.parametrize("name", dists.PUBLIC)
 def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
     python = dists.environment(tmp_path / "venv", built, name)
-    done = subprocess.run(
-        [python, "-I", "-W", "ignore", "-c", dists.LOOK, json.dumps([name, dists.PUBLIC[name]])],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    looked = json.dumps([name, dists.PUBLIC[name]])
+    there = json.loads(run(python, "-I", "-W", "ignore", "-c", dists.LOOK, looked))
     asked = {"kvcache-rag-server"} if name == "kvcache-rag-lab" else set()
-    assert json.loads(done.stdout) == sorted({"kvcache-rag", name} | asked)
-    command = python.with_name("kvcache-rag")
-    done = subprocess.run([command, "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ("\n  ingest " in done.stdout) == (name == "llama-index-kvcache-rag")
+    assert there == sorted({"kvcache-rag", name} | asked)
+    shown = run(python.with_name("kvcache-rag"), "--help")
+    assert ("\n  ingest " in shown) == (name == "llama-index-kvcache-rag")
 
 
 def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> None:
@@ -97,8 +96,6 @@ def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
     kinds = found.get_all("Classifier", [])
     pythons = {one.rpartition(" ")[2] for one in kinds if re.search(r":: 3\.\d+$", one)}
     assert pythons == {"3.10", "3.11", "3.12", "3.13"}
-    assert "Operating System :: POSIX :: Linux" in kinds
-    assert any(one.startswith("Topic :: ") for one in kinds)
     assert found["License-Expression"] == ("CC-BY-SA-4.0" if "smollm2" in name else "MIT")
     assert found["License-File"]
     text = str(found.get_payload())
@@ -111,17 +108,12 @@ def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
     assert name == "kvcache-rag-smollm2" or any("/kvcache-rag/" in one for one in links)
 
 
-def test_the_core_brings_its_kernels(built: Path) -> None:
-    with dists.wheel(built, "kvcache-rag") as file:
-        names = set(file.namelist())
-    sources = {name for name in names if name.endswith(".c")}
-    assert len(sources) == 3
-    kernels = {str(Path(one).with_name(f"lib{Path(one).stem}.so")) for one in sources}
-    pure = bool(list(built.glob("kvcache_rag-*-any.whl")))  # where there is no compiler
-    assert {one for one in names if one.endswith(".so")} == (set() if pure else kernels)
+def test_the_sdist_of_the_core_brings_the_source_of_its_kernels(built: Path) -> None:
+    """What of them is in the wheel is told in `tests/test_distribution.py`."""
     with tarfile.open(next(built.glob("kvcache_rag-*.tar.gz"))) as sdist:
         packed = {Path(*Path(one).parts[1:]).as_posix() for one in sdist.getnames()}
-    assert {f"src/{one}" for one in sources} | {"hatch_build.py"} <= packed
+    assert len([one for one in packed if one.endswith(".c")]) == 3
+    assert "hatch_build.py" in packed
     assert "Makefile" not in packed, "what its targets install is not there"
     assert not any(one.endswith(".so") for one in packed)
 

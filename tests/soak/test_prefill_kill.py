@@ -82,12 +82,6 @@ def test_a_killed_add_goes_on_where_it_was(tmp_path: Path) -> None:
     assert log.read_text(encoding="ascii").split() == computed, (
         "a complete store was computed again"
     )
-    record(
-        "kills-add",
-        "kills",
-        "`kill -9` of a process in `Engine.add`",
-        KILLS,
-        chunks_lost=0,
-        computed_again=len(computed) - CHUNKS,
-        other_answers=0,
-    )
+    tried, twice = "`kill -9` of a process in `Engine.add`", len(computed) - CHUNKS
+    seen = {"chunks lost": 0, "computed again": twice, "other answers": 0}
+    record("kills-add", "kills", tried, KILLS, **seen)

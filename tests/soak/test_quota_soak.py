@@ -26,13 +26,8 @@ def test_writers_stay_below_a_quota_at_every_moment(
     done = contend(tmp_path / "q", quota=quota, writers=writers, tokens=TOKENS[quota], seconds=3)
     LOG.info("quota %d, %d writers: %.3f of it, %s", quota, writers, done.most / quota, done)
     done.check(quota, writers, TOKENS[quota])
-    record(
-        f"processes-quota-{quota}-{writers}",
-        "processes",
-        f"chunks put by {writers} processes into a folder with a quota of {quota / 1e6:g} MB",
-        done.puts,
-        looks=done.looks,
-        most_of_the_quota=f"{done.most / quota:.2f}",
-        declined=done.declined,
-        above_the_bound=0,
-    )
+    tried = f"chunks put by {writers} processes into a folder with a quota of {quota / 1e6:g} MB"
+    most = f"{done.most / quota:.2f}"
+    seen = {"looks": done.looks, "most of the quota": most, "declined": done.declined}
+    name = f"processes-quota-{quota}-{writers}"
+    record(name, "processes", tried, done.puts, **seen, above_the_bound=0)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 import pytest
+from serve_fakes import chat, data_of
 
 from kvcache_rag import Engine
 from kvcache_rag_lab.reader import examples
@@ -28,7 +24,7 @@ from tests.reliability import record
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.soak.conftest import Amount
+    from tests.soak.conftest import Amount, Serve
 
 LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
@@ -51,13 +47,8 @@ class Asked:
     answer: str
 
     def body(self, *, stream: bool) -> dict[str, Any]:
-        return {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": self.question}],
-            "documents": list(self.documents),
-            "max_tokens": TOKENS,
-            "stream": stream,
-        }
+        documents = list(self.documents)
+        return chat(self.question, documents=documents, max_tokens=TOKENS, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -89,24 +80,6 @@ def questions() -> list[Asked]:
     return found
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[int, str]]:
-    """A server in a process of its own: its pid and URL."""
-    words = ["serve", "tiny", "--port", "0", "--kv-dir", str(folder), "--memory-bytes", "4000000"]
-    command = [sys.executable, "-m", "kvcache_rag.cli", *words]
-    environment = {**os.environ, **ENVIRONMENT}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            match = re.search(r" at (http://[^ ]+)/v1,", process.stdout.readline())
-            assert match
-            yield process.pid, match[1]
-        finally:
-            process.kill()
-
-
 class Client:
     """Asks whatever the dice say, and counts what came of it."""
 
@@ -130,9 +103,8 @@ class Client:
     async def stream(self) -> None:
         asked = self._chance.choice(self._known)
         reply = await self._post(json=asked.body(stream=True))
-        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-        assert lines[-1] == "[DONE]", lines
-        frames = [json.loads(line) for line in lines if line.startswith("{")]
+        *frames, done = data_of(reply.text)
+        assert done == "[DONE]", frames
         choices = [choice for frame in frames for choice in frame["choices"]]
         assert "".join(one["delta"].get("content") or "" for one in choices) == asked.answer
 
@@ -160,38 +132,35 @@ class Client:
 
 @pytest.mark.timeout(5400)
 async def test_a_server_stays_as_it_is_over_very_many_requests(
-    tmp_path: Path, amount: Amount
+    tmp_path: Path, amount: Amount, serve: Serve
 ) -> None:
     total, warming = amount(1200, 50_000), amount(400, 1000)
     known = questions()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     figures = []
-    with serving(tmp_path) as (pid, url):
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
-            clients = [Client(http, known, seed) for seed in range(CLIENTS)]
-            for requests in (warming, *[total // 4] * 4):
-                numbers = iter(range(requests))
-                await asyncio.gather(*(one.ask(numbers) for one in clients))
-                await asyncio.sleep(1.0)  # what was left is ended
-                figures.append(Figures.of(pid))
-                LOG.info("%d requests: %s", requests, figures[-1])
+    folder = str(tmp_path)
+    pid, url = serve("--kv-dir", folder, "--memory-bytes", "4000000", **ENVIRONMENT)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        clients = [Client(http, known, seed) for seed in range(CLIENTS)]
+        for requests in (warming, *[total // 4] * 4):
+            numbers = iter(range(requests))
+            await asyncio.gather(*(one.ask(numbers) for one in clients))
+            await asyncio.sleep(1.0)  # what was left is ended
+            figures.append(Figures.of(pid))
+            LOG.info("%d requests: %s", requests, figures[-1])
     seen = sum((one.seen for one in clients), Counter())
     LOG.info("%s", dict(seen))
-    first, *_, last = figures[1:]
+    quarters = figures[1:]
+    first, *_, last = quarters
     assert last.memory <= 1.05 * first.memory, figures
     assert last.descriptors <= first.descriptors + 2, figures
     assert last.threads <= first.threads + 1, figures
     asked = sum(seen[kind] for kind in KINDS) - warming
     assert asked == total
-    quarters = figures[1:]
-    record(
-        "requests",
-        "requests",
-        "requests to one server: answers, streams, streams left, malformed bodies, other paths",
-        asked,
-        wrong_answers=0,
-        answers_5xx=0,
-        memory_MB=", ".join(f"{one.memory / 1e6:.0f}" for one in quarters),
-        descriptors=", ".join(str(one.descriptors) for one in quarters),
-        threads=", ".join(str(one.threads) for one in quarters),
-    )
+    tried = "requests to one server: answers, streams, streams left, malformed bodies, other paths"
+    grown = {
+        "memory MB": ", ".join(f"{one.memory / 1e6:.0f}" for one in quarters),
+        "descriptors": ", ".join(str(one.descriptors) for one in quarters),
+        "threads": ", ".join(str(one.threads) for one in quarters),
+    }
+    record("requests", "requests", tried, asked, wrong_answers=0, answers_5xx=0, **grown)

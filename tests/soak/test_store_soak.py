@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 from tests.reliability import record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_rag.kv.chunk import ChunkKV
     from tests.soak.conftest import Amount
 
 pytestmark = pytest.mark.timeout(2400)
@@ -97,146 +101,117 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
         with store.locked([key_of(chunk)]):  # no lock outlives its holder
             assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)
     LOG.info("%d kills, %d in the middle of a write, %d right reads", kills, torsos, hits)
-    record(
-        f"kills-{durability}",
-        "kills",
-        f"`kill -9` of a process that writes chunks ({durability})",
-        kills,
-        in_the_middle_of_a_write=torsos,
-        reads_meanwhile=hits,
-        wrong_tensors=0,
-        chunks_lost=0,
-        locks_left=0,
-    )
+    tried = f"`kill -9` of a process that writes chunks ({durability})"
+    seen = {"in the middle of a write": torsos, "reads meanwhile": hits, "wrong tensors": 0}
+    record(f"kills-{durability}", "kills", tried, kills, **seen, chunks_lost=0, locks_left=0)
 
 
-def work(root: str, seed: int, seconds: float, report: Any) -> None:
-    """Get chunks, computing what is missing; report how often, and what was wrong."""
-    store = DiskStore(root, durable=False, max_bytes=30 * (4096 + 49152 + 2048))
-    chunks = [make_chunk(number, tokens=512) for number in range(60)]
-    chance = random.Random(seed)
-    counts = {"hits": 0, "computed": 0, "wrong": 0, "twice": 0}
-    end = time.monotonic() + seconds
-    out = empty_chunk(512)
+FILE = 4096 + 49152 + 2048  # bytes of a chunk's, of so many tokens
+TOKENS = 512
+
+
+def contend(
+    folder: Path, worker: Callable[..., None], evictor: DiskStore, drop: Callable[[], int]
+) -> Counter[str]:
+    """Let four processes work beside one that evicts and drops; what they counted together."""
+    context = multiprocessing.get_context("spawn")
+    report = context.Queue()
+    workers = [context.Process(target=worker, args=(folder, seed, report)) for seed in range(4)]
+    for one in workers:
+        one.start()
+    evicted = 0
+    while any(one.is_alive() for one in workers) and report.qsize() < 4:
+        evicted += evictor.sweep() + drop()
+        time.sleep(0.002)
+    total = sum((report.get(timeout=60) for _ in workers), Counter())
+    for one in workers:
+        one.join(60)
+    assert all(total[name] == 0 for name in ("wrong", "twice", "corrupt", "failed")), total
+    LOG.info("%s, %d evicted", total, evicted)
+    return Counter({**total, "evicted": evicted})
+
+
+class Reader:
+    """Gets chunks of a store, and counts what came of it."""
+
+    def __init__(self, store: DiskStore, chunks: int) -> None:
+        self._store, self._out = store, empty_chunk(TOKENS)
+        self.chunks = [make_chunk(number, tokens=TOKENS) for number in range(chunks)]
+        self.counts: Counter[str] = Counter()
+
+    def finds(self, chunk: ChunkKV) -> bool:
+        try:
+            self._store.get(key_of(chunk), LAYOUT, self._out)
+        except ChunkNotFoundError:
+            self.counts["misses"] += 1
+            return False
+        self.counts["hits"] += 1
+        self.counts["wrong"] += not same(self._out, chunk)
+        return True
+
+    def told(self) -> Counter[str]:
+        stats = self._store.stats()
+        return self.counts + Counter(corrupt=stats.corrupt, failed=stats.put_failures)
+
+
+def work(root: Path, seed: int, report: Any) -> None:
+    """For a while: get chunks, computing what is missing, which nobody else does meanwhile."""
+    store = DiskStore(root, durable=False, max_bytes=30 * FILE)
+    reader, chance = Reader(store, 60), random.Random(seed)
+    end = time.monotonic() + 25.0
     while time.monotonic() < end:
-        chunk = chance.choice(chunks)
+        chunk = chance.choice(reader.chunks)
         key = key_of(chunk)
         with store.locked([key]):
-            try:
-                store.get(key, LAYOUT, out)
-                counts["hits"] += 1
-                counts["wrong"] += not same(out, chunk)
-            except ChunkNotFoundError:
-                mark = Path(root, f"computing-{key.digest}")
-                counts["twice"] += mark.exists()
+            if not reader.finds(chunk):
+                mark = root / f"computing-{key.digest}"
+                reader.counts["twice"] += mark.exists()
                 mark.touch()
-                counts["computed"] += 1
+                reader.counts["computed"] += 1
                 time.sleep(0.002)
                 mark.unlink()
                 store.put(key, chunk)
         if chance.random() < 0.02:
             store.delete(key)
-    report.put({**counts, "corrupt": store.stats().corrupt, "failed": store.stats().put_failures})
+    report.put(reader.told())
 
 
 def test_many_processes_with_an_evictor_never_see_a_wrong_chunk(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    report = context.Queue()
-    root = str(tmp_path)
-    workers = [context.Process(target=work, args=(root, seed, 25.0, report)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    evictor = DiskStore(tmp_path, max_bytes=10 * (4096 + 49152 + 2048))
-    evicted = 0
-    while any(worker.is_alive() for worker in workers) and report.qsize() < 4:
-        evicted += evictor.sweep()
-        time.sleep(0.05)
-    reports = [report.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join(60)
-    total = {name: sum(counts[name] for counts in reports) for name in reports[0]}
+    total = contend(tmp_path, work, DiskStore(tmp_path, max_bytes=10 * FILE), lambda: 0)
     assert total["hits"] > 200
     assert total["computed"] > 200
-    assert evicted > 50
-    assert {name: total[name] for name in ("wrong", "twice", "corrupt", "failed")} == {
-        "wrong": 0,
-        "twice": 0,
-        "corrupt": 0,
-        "failed": 0,
-    }
-    record(
-        "processes-evictor",
-        "processes",
-        "reads and writes of 4 processes beside one that evicts",
-        total["hits"] + total["computed"],
-        evictions=evicted,
-        wrong_tensors=total["wrong"],
-        computed_twice=total["twice"],
-    )
+    assert total["evicted"] > 50
+    tried = "reads and writes of 4 processes beside one that evicts"
+    count = total["hits"] + total["computed"]
+    seen = {"evictions": total["evicted"], "wrong tensors": total["wrong"]}
+    record("processes-evictor", "processes", tried, count, **seen, computed_twice=total["twice"])
 
 
 STEPS = 2000
 KEYS = 12
-FILE = 4096 + 49152 + 2048
 
 
-def mixed(root: str, seed: int, report: Any) -> None:
-    """Read, or compute what is missing; report how often, and what was wrong."""
+def mixed(root: Path, seed: int, report: Any) -> None:
+    """Many times: get a chunk, or compute it if it is missing."""
     store = DiskStore(root, durable=False)
-    chunks = [make_chunk(number, tokens=512) for number in range(KEYS)]
-    chance = random.Random(seed)
-    counts = {"hits": 0, "misses": 0, "computed": 0, "torn": 0}
-    out = empty_chunk(512)
+    reader, chance = Reader(store, KEYS), random.Random(seed)
     for _ in range(STEPS):
-        chunk = chance.choice(chunks)
-        key = key_of(chunk)
-        computes = chance.random() < 0.5
-        with store.locked([key] if computes else []):
-            try:
-                store.get(key, LAYOUT, out)
-                counts["hits"] += 1
-                counts["torn"] += not same(out, chunk)
-            except ChunkNotFoundError:
-                counts["misses"] += 1
-                if computes:
-                    counts["computed"] += store.put(key, chunk)
-    stats = store.stats()
-    report.put({**counts, "corrupt": stats.corrupt, "failed": stats.put_failures})
+        chunk, computes = chance.choice(reader.chunks), chance.random() < 0.5
+        with store.locked([key_of(chunk)] if computes else []):
+            if not reader.finds(chunk) and computes:
+                reader.counts["computed"] += store.put(key_of(chunk), chunk)
+    report.put(reader.told())
 
 
 def test_each_key_is_computed_once_between_two_evictions(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    report = context.Queue()
-    workers = [context.Process(target=mixed, args=(str(tmp_path), n, report)) for n in range(4)]
-    for worker in workers:
-        worker.start()
-    evictor = DiskStore(tmp_path, max_bytes=KEYS // 2 * FILE)
-    keys = [key_of(make_chunk(number, tokens=512)) for number in range(KEYS)]
-    chance = random.Random(9)
-    evicted = 0
-    while any(worker.is_alive() for worker in workers) and report.qsize() < 4:
-        evicted += evictor.sweep() + evictor.delete(chance.choice(keys))
-        time.sleep(0.002)
-    reports = [report.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join(60)
-    total = {name: sum(counts[name] for counts in reports) for name in reports[0]}
-    assert {name: total[name] for name in ("torn", "corrupt", "failed")} == {
-        "torn": 0,
-        "corrupt": 0,
-        "failed": 0,
-    }
+    evictor, chance = DiskStore(tmp_path, max_bytes=KEYS // 2 * FILE), random.Random(9)
+    keys = [key_of(make_chunk(number, tokens=TOKENS)) for number in range(KEYS)]
+    total = contend(tmp_path, mixed, evictor, lambda: evictor.delete(chance.choice(keys)))
     assert total["hits"] + total["misses"] == 4 * STEPS
     # A file that was written while another of its key was there would be in no eviction.
-    assert total["computed"] == evicted + len(list(tmp_path.rglob("*.safetensors")))
-    assert min(evicted, total["misses"]) > 100
-    LOG.info("%s, %d evicted", total, evicted)
-    record(
-        "processes-once",
-        "processes",
-        "reads and writes of 4 processes while chunks are evicted and deleted",
-        4 * STEPS,
-        evictions=evicted,
-        wrong_tensors=total["torn"],
-        computed_again_without_an_eviction=0,
-    )
+    assert total["computed"] == total["evicted"] + len(list(tmp_path.rglob("*.safetensors")))
+    assert min(total["evicted"], total["misses"]) > 100
+    tried = "reads and writes of 4 processes while chunks are evicted and deleted"
+    seen = {"evictions": total["evicted"], "wrong tensors": total["wrong"]}
+    again = {"computed again without an eviction": 0}
+    record("processes-once", "processes", tried, 4 * STEPS, **seen, **again)

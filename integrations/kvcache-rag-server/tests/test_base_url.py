@@ -64,17 +64,17 @@ def index_of(llm: KVCacheLLM, folder: Path) -> VectorStoreIndex:
 
 
 def test_a_query_engine_answers_from_what_the_server_prefilled(url: str, tmp_path: Path) -> None:
-    texts = {}
+    texts = []
     for place, llm in {
         "here": KVCacheLLM(model_name="tiny", device_map="cpu", max_new_tokens=8),
         "there": KVCacheLLM(model_name="tiny", base_url=url, kv_dir="unused", max_new_tokens=8),
     }.items():
         index = index_of(llm, tmp_path / place)
         response = KVCacheQueryEngine.from_index(index, llm=llm, similarity_top_k=2).query(QUESTION)
-        texts[place] = str(response)
+        texts.append(str(response))
         cost = response.metadata["kv_cache"]
         assert (cost["misses"], sum(cost["hits"].values())) == (0, 2)
-    assert texts["here"] == texts["there"]
+    assert texts[0] == texts[1]
     assert llm.metadata.is_chat_model
     assert llm.metadata.model_name == "tiny"
     assert not (tmp_path / "unused").exists()
@@ -93,23 +93,20 @@ async def test_rows_are_deleted_and_filled_again(url: str, tmp_path: Path) -> No
 
 def test_llama_indexs_own_engines_and_chats(url: str, tmp_path: Path) -> None:
     llm = KVCacheLLM(base_url=url, max_new_tokens=8)
-    own = index_of(llm, tmp_path / "chroma").as_query_engine(llm=llm, similarity_top_k=2)
-    response = own.query(QUESTION)
-    assert response.metadata["kv_cache"]["misses"] == 0
+    index = index_of(llm, tmp_path / "chroma")
+    own = index.as_query_engine(llm=llm, similarity_top_k=2).query(QUESTION)
+    assert own.metadata["kv_cache"]["misses"] == 0
     said = [ChatMessage(role="user", content="Where is the lamp?")]
-    assert llm.chat(said).message.content == "".join(
-        one.delta or "" for one in llm.stream_chat(said)
-    )
+    whole = llm.chat(said).message.content
+    assert whole == "".join(one.delta or "" for one in llm.stream_chat(said))
     assert llm.complete("The lamp").raw["usage"]["completion_tokens"] > 0
-    chat = KVCacheChatEngine.from_defaults(
-        retriever=index_of(llm, tmp_path / "other").as_retriever(), llm=llm
-    )
+    chat = KVCacheChatEngine.from_defaults(retriever=index.as_retriever(), llm=llm)
     for question in (QUESTION, "And the map?"):
         assert chat.chat(question).metadata["kv_cache"]["misses"] == 0
 
 
 def test_a_chain_answers_from_what_the_server_prefilled(url: str, tmp_path: Path) -> None:
-    texts = {}
+    texts = []
     for place, llm in {
         "here": ChatKVCache(model="tiny", device="cpu", max_tokens=8),
         "there": ChatKVCache(model="tiny", base_url=f"{url}/v1", kv_dir="unused", max_tokens=8),
@@ -121,44 +118,32 @@ def test_a_chain_answers_from_what_the_server_prefilled(url: str, tmp_path: Path
         retriever = store.as_retriever(search_kwargs={"k": 2})
         chain = {"context": retriever, "question": RunnablePassthrough()} | KVCacheRAG(llm=llm)
         answer = chain.invoke(QUESTION)
-        texts[place] = answer.content
+        texts.append(answer.content)
         message = llm.invoke([HumanMessage("Where is the lamp?")])
         assert message.usage_metadata["output_tokens"] > 0
         store.delete(["a"])
         assert store.get(["b"])["ids"] == ["b"]
-    assert texts["here"] == texts["there"]
-
-
-async def test_answers_name_the_servers_model(url: str) -> None:
-    llm = ChatKVCache(base_url=url, max_tokens=4)
-    asked = [HumanMessage([document_block(Document(TEXTS[0])), {"type": "text", "text": QUESTION}])]
-    with get_usage_metadata_callback() as counted:
-        llm.invoke(QUESTION)
-        llm.batch([asked, asked])
-        await llm.ainvoke(asked)
-        whole = [*llm.stream(asked), *[chunk async for chunk in llm.astream(asked)]]
-    assert [*counted.usage_metadata] == ["tiny"]
-    names = [one.response_metadata.get("model_name") for one in whole]
-    assert [name for name in names if name is not None] == ["tiny"] * 2
-    assert KVCacheLLM(base_url=url).metadata.model_name == "tiny"
+    assert texts[0] == texts[1]
 
 
 async def test_streams_batches_and_other_messages(url: str) -> None:
     llm = ChatKVCache(base_url=url, max_tokens=8, temperature=0.0)
     blocks = [document_block(Document(text)) for text in TEXTS]
     asked = [HumanMessage([*blocks, {"type": "text", "text": QUESTION}])]
-    whole = llm.invoke(asked)
-    assert whole.content == "".join(str(one.content) for one in llm.stream(asked))
-    assert whole.content == "".join([str(one.content) async for one in llm.astream(asked)])
-    assert [one.content for one in llm.batch([asked, asked])] == [whole.content] * 2
+    with get_usage_metadata_callback() as counted:
+        whole = llm.invoke(asked)
+        assert [one.content for one in llm.batch([asked, asked])] == [whole.content] * 2
+        assert (await llm.ainvoke(asked)).content == whole.content
+        for pieces in ([*llm.stream(asked)], [one async for one in llm.astream(asked)]):
+            assert "".join(str(one.content) for one in pieces) == whole.content
+            names = [one.response_metadata.get("model_name") for one in pieces]
+            assert [name for name in names if name is not None] == ["tiny"]
+    assert [*counted.usage_metadata] == ["tiny"]
     assert whole.response_metadata["kv_cache"]["prompt_tokens"] > 0
-    system = SystemMessage("Answer in one word.")
     with pytest.warns(UserWarning, match="the system message is not the instruction"):
-        other = llm.invoke([system, *asked])
+        other = llm.invoke([SystemMessage("Answer in one word."), *asked])
     assert other.response_metadata["kv_cache"]["prefix_mismatch"]
-    long = HumanMessage("lamp " * 300)
-    assert llm.get_num_tokens_from_messages([long]) > 300
-    assert isinstance((await llm.ainvoke([long])).content, str)
+    assert llm.get_num_tokens_from_messages([HumanMessage("lamp " * 300)]) > 300
     calls = [{"name": "find", "args": {}, "id": "1", "type": "tool_call"}]
     said = [AIMessage("", tool_calls=calls), ToolMessage("lamp", tool_call_id="1")]
     assert isinstance(llm.invoke([HumanMessage("?"), *said]).content, str)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from corpus_traps import TEMPLATE, saved_model, write_lines
-from small import make_model, make_tokenizer
+from corpus_traps import saved_model, write_lines
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import BestFew, DiskStore, Engine
@@ -17,9 +17,10 @@ from kvcache_rag.models.adapters import note_training
 from kvcache_rag.stores.folder import Folder
 from kvcache_rag_server.corpus.run import Build, InProcess, Tally, batches, tidy
 from kvcache_rag_server.corpus.texts import Item, JsonLines, Reading, Text
-from kvcache_rag_server.corpus.worker import BatchReport, BuildSettings, Failure, Worker
+from kvcache_rag_server.corpus.worker import BatchReport, BuildSettings, Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 TEXTS = ["alpha is here", "beta is there", "gamma is nowhere", "delta is a river's mouth"]
@@ -35,13 +36,16 @@ def settings(model: str, tmp_path: Path) -> BuildSettings:
     return BuildSettings(model=model, kv_dir=str(tmp_path / "kv"))
 
 
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write_lines(tmp_path / "c.jsonl", TEXTS)
+
+
 def serving(settings: BuildSettings) -> Engine:
     """An engine made apart from the builder, over the same store."""
     codec = by_name(settings.kv_codec or "native")
     return Engine.from_pretrained(
-        settings.model,
-        store=DiskStore(settings.place, codec=codec),
-        namespace=settings.namespace,
+        settings.model, store=DiskStore(settings.place, codec=codec), namespace=settings.namespace
     )
 
 
@@ -131,20 +135,16 @@ def test_equal_and_empty_texts_are_counted_and_left_out(tmp_path: Path) -> None:
 
 
 def test_a_corpus_is_read_as_it_is_asked_for() -> None:
-    asked: list[int] = []
+    numbers = count()
 
     class Endless:
-        def items(self) -> Any:
-            number = 0
-            while True:
-                asked.append(number)
-                yield Item(f"item {number}", f"text {number}")
-                number += 1
+        def items(self) -> Iterator[Item]:
+            return (Item(f"item {number}", f"text {number}") for number in numbers)
 
     groups = batches(Reading(Endless()).texts(), 3)
-    assert [text.index for text in next(groups)] == [0, 1, 2]
-    assert [text.index for text in next(groups)] == [3, 4, 5]
-    assert len(asked) == 6
+    for first in (0, 3):
+        assert [text.index for text in next(groups)] == [first, first + 1, first + 2]
+    assert next(numbers) == 6
 
 
 def test_a_corpus_that_is_no_file_is_one_sentence(tmp_path: Path) -> None:
@@ -168,41 +168,24 @@ def test_reports_survive_json() -> None:
 # ---------------------------------------------------------------------- builds
 @pytest.mark.parametrize("codec", ["native", "int8"])
 def test_what_was_built_is_a_hit_where_it_is_used(
-    settings: BuildSettings, tmp_path: Path, codec: str
+    settings: BuildSettings, corpus: str, tmp_path: Path, codec: str
 ) -> None:
-    settings = BuildSettings(
-        model=settings.model, kv_dir=settings.kv_dir, kv_codec=codec, namespace="tenant"
-    )
-    build = built(settings, write_lines(tmp_path / "c.jsonl", TEXTS))
-    assert (build.tally.prefilled, build.tally.there, build.is_whole) == (4, 0, True)
+    settings = settings.model_copy(update={"kv_codec": codec, "namespace": "tenant"})
+    tally = built(settings, corpus).tally
+    assert (tally.prefilled, tally.there) == (4, 0)
     engine = serving(settings)
-    assert build.tally.spec == engine.spec
+    assert tally.spec == engine.spec
     keys = engine.keys(TEXTS)
     assert all(map(engine.store.contains, keys))
-    files = {path.stem for path in (tmp_path / "kv").rglob("*.safetensors")}
-    assert {key.digest for key in keys} < files
+    files = {path.stem: path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
+    assert {key.digest for key in keys} < files.keys()
     assert len(files) == 5, "the prefix is the fifth"
-    assert build.tally.tokens == build.tally.prefilled_tokens == sum(key.tokens for key in keys)
-    assert build.tally.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors"))
-    answer = engine.generate("Where?", TEXTS, max_new_tokens=2)
-    assert answer.metrics.misses == 0
-    assert answer.metrics.prefilled_tokens == 0
-    other = BuildSettings(model=settings.model, kv_dir=settings.kv_dir, kv_codec=codec)
-    assert not any(map(serving(other).store.contains, serving(other).keys(TEXTS)))
-
-
-def test_a_template_decides_the_keys(settings: BuildSettings, tmp_path: Path) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
-    own = BuildSettings(model=settings.model, kv_dir=settings.kv_dir, system_prompt="Be brief.\n")
-    assert built(settings, corpus).tally.spec != built(own, corpus).tally.spec
-    engine = Engine(
-        make_model(),
-        make_tokenizer(),
-        template=own.prompt_template(TEMPLATE),
-        store=DiskStore(settings.place),
-    )
-    assert engine.template.system == "Be brief.\n"
-    assert engine.template.chunk_start == TEMPLATE.chunk_start
+    assert tally.tokens == tally.prefilled_tokens == sum(key.tokens for key in keys)
+    assert tally.nbytes == sum(files.values())
+    metrics = engine.generate("Where?", TEXTS, max_new_tokens=2).metrics
+    assert (metrics.misses, metrics.prefilled_tokens) == (0, 0)
+    other = serving(settings.model_copy(update={"namespace": ""}))
+    assert not any(map(other.store.contains, other.keys(TEXTS)))
 
 
 def test_a_corpus_that_grew_costs_what_it_grew_by(settings: BuildSettings, tmp_path: Path) -> None:
@@ -217,18 +200,7 @@ def test_a_corpus_that_grew_costs_what_it_grew_by(settings: BuildSettings, tmp_p
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_text_that_is_too_long_is_named_and_the_rest_is_built(
-    settings: BuildSettings, tmp_path: Path
-) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", [TEXTS[0], "long " * 2000, TEXTS[1]])
-    build = built(settings, corpus)
-    assert (build.tally.prefilled, build.tally.failed, build.is_whole) == (2, 1, False)
-    (failure,) = build.tally.failures
-    assert failure.name == "line 2"
-    assert failure.reason.startswith("has 10002 tokens")
-
-
-def test_a_text_that_cannot_be_computed_harms_no_other(
+def test_a_text_that_cannot_be_computed_is_named_and_harms_no_other(
     settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = Engine.add
@@ -239,10 +211,13 @@ def test_a_text_that_cannot_be_computed_harms_no_other(
         return add(self, texts, **options)
 
     monkeypatch.setattr(Engine, "add", fragile)
-    build = built(settings, write_lines(tmp_path / "c.jsonl", TEXTS))
-    assert (build.tally.prefilled, build.tally.failed) == (3, 1)
+    tally = built(settings, write_lines(tmp_path / "c.jsonl", [*TEXTS, "long " * 2000])).tally
+    assert (tally.prefilled, tally.failed) == (3, 2)
+    broken, long = sorted(tally.failures, key=lambda one: one.index)
     reason = "cannot be prefilled: RuntimeError: CUDA error: an illegal address"
-    assert build.tally.failures == [Failure(1, "line 2", reason)]
+    assert broken == Failure(1, "line 2", reason)
+    assert long.name == "line 5"
+    assert long.reason.startswith("has 10002 tokens")
 
 
 @pytest.fixture
@@ -260,22 +235,20 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_chunk_that_is_not_kept_is_named_and_the_rest_is_built(
-    settings: BuildSettings, tmp_path: Path, refusing: list[str]
+    settings: BuildSettings, corpus: str, refusing: list[str]
 ) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
     refusing[:] = [key.digest for key in serving(settings).keys(TEXTS[:1])]
     for prefilled in (3, 0):  # the second time all others are there: it may be a passing fault
-        build = built(settings, corpus, batch=1)
-        assert (build.tally.prefilled, build.tally.failed) == (prefilled, 1)
-        assert "No space left" in build.tally.failures[0].reason
+        tally = built(settings, corpus, batch=1).tally
+        assert (tally.prefilled, tally.failed) == (prefilled, 1)
+        assert "No space left" in tally.failures[0].reason
     refusing.clear()
     assert built(settings, corpus).tally.prefilled == 1
 
 
 def test_a_chunk_that_is_declined_is_named(
-    settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: BuildSettings, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
     put, (declined,) = DiskStore.put, serving(settings).keys(TEXTS[:1])
 
     def crowded(self: DiskStore, key: Any, chunk: Any, generation: Any = None) -> bool:
@@ -285,67 +258,39 @@ def test_a_chunk_that_is_declined_is_named(
         return False
 
     monkeypatch.setattr(DiskStore, "put", crowded)
-    build = built(settings, corpus)
-    assert (build.tally.prefilled, build.tally.failed) == (3, 1)
-    assert "making room" in build.tally.failures[0].reason
+    tally = built(settings, corpus).tally
+    assert (tally.prefilled, tally.failed) == (3, 1)
+    assert "making room" in tally.failures[0].reason
 
 
+@pytest.mark.parametrize(("batch", "named"), [(4, 4), (1, 3)])
 def test_a_full_store_ends_the_build(
-    settings: BuildSettings, tmp_path: Path, refusing: list[str]
+    settings: BuildSettings, corpus: str, refusing: list[str], batch: int, named: int
 ) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
-    for batch, named in ((4, 4), (1, 3)):
-        build = Build(settings, JsonLines(corpus), InProcess(), batch=batch)
-        with pytest.raises(InvalidInputError, match=r"nothing can be stored in .*No space left"):
-            build.run()
-        assert build.tally.failed == named
+    build = Build(settings, JsonLines(corpus), InProcess(), batch=batch)
+    with pytest.raises(InvalidInputError, match=r"nothing can be stored in .*No space left"):
+        build.run()
+    assert build.tally.failed == named
     refusing.clear()
     assert built(settings, corpus).tally.prefilled == 4
 
 
-def test_an_interrupted_build_goes_on(
-    settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
-    build = Worker.build
-
-    def stopped(self: Worker, texts: Any, *rest: Any) -> BatchReport:
-        if texts[0].index == 2:
-            raise KeyboardInterrupt
-        return build(self, texts, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Worker, "build", stopped)
-        first = Build(settings, JsonLines(corpus), InProcess(), batch=1)
-        with pytest.raises(KeyboardInterrupt):
-            first.run()
-    assert first.tally.prefilled == 2
-    assert built(settings, corpus).tally.prefilled == 2
-
-
 def test_torsos_of_killed_workers_go_and_nothing_else(
-    settings: BuildSettings, tmp_path: Path
+    settings: BuildSettings, corpus: str, tmp_path: Path
 ) -> None:
-    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
+    def held() -> set[Path]:
+        found = (tmp_path / "kv").rglob("*")
+        return {path for path in found if path.is_file() and path.suffix != ".lock"}
+
     spec = built(settings, corpus).tally.spec
-    files = set((tmp_path / "kv").rglob("*"))
-    some = next(path for path in files if path.suffix == ".safetensors")
-    torso = some.parent / f".tmp-{'0' * 32}"
-    torso.write_bytes(b"half")
-    other = some.parent.parent / f".tmp-{'1' * 32}"
+    files = held()
+    folder = next(path for path in files if path.suffix == ".safetensors").parent
+    (folder / f".tmp-{'0' * 32}").write_bytes(b"half")
+    other = folder.parent / f".tmp-{'1' * 32}"
     other.write_bytes(b"of a manifest")
     assert tidy(DiskStore(settings.place), spec, "another tenant") == 0
     assert built(settings, corpus).tidied == 1
-    left = {one for one in (tmp_path / "kv").rglob("*") if one.is_file() and one.suffix != ".lock"}
-    assert left == {other, *(one for one in files if one.is_file() and one.suffix != ".lock")}
-
-
-def test_a_store_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidInputError, match="is not a folder"):
-        BuildSettings(model="tiny", kv_dir=str(tmp_path / "file")).check_store()
-    with pytest.raises(InvalidInputError, match=r"the store /proc/1/kv cannot be written"):
-        BuildSettings(model="tiny", kv_dir="/proc/1/kv").check_store()
+    assert held() == {other, *files}
 
 
 def test_an_empty_corpus_is_said(settings: BuildSettings, tmp_path: Path) -> None:

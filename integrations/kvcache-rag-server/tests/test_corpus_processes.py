@@ -95,16 +95,12 @@ def test_a_text_that_kills_workers_is_named_and_the_rest_is_built(place: Place) 
 
 
 @pytest.mark.usefixtures("forked")
-def test_workers_that_die_of_everything_end_the_build(
+def test_workers_that_die_of_everything_or_have_no_model_end_the_build(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "DEATHS_IN_A_ROW", 2)
     with pytest.raises(WorkersDiedError, match=r"2 workers in a row died \(signal 9\)"):
         place.build(place.settings(fatal="chunk"), workers=1)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_model_that_cannot_be_loaded_is_said_by_nobody_else(place: Place) -> None:
     place.model = str(place.notes)
     with pytest.raises(InvalidInputError, match="cannot load the model"):
         place.build(place.settings(), workers=2)

@@ -13,7 +13,7 @@ from contracts_backend import MAX_WAITING, BackendContract
 from serve_fakes import client, data_of
 from serve_works import Valve, answer_of, make_work
 
-from kvcache_rag import DiskStore, InvalidInputError, Message, Reuse
+from kvcache_rag import DiskStore, Message, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.app import build_app
@@ -119,45 +119,20 @@ def text_of(events: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("policy", ["reuse", "bestlast", "legolink:4", "combination", "full"])
-async def test_the_server_says_what_its_engine_says(
-    policy: str, app: FastAPI, backend: LocalBackend
+async def test_the_server_says_what_its_engine_and_one_alone_say(
+    policy: str, app: FastAPI, engine: Engine
 ) -> None:
     options = {"kvcache": {"policy": policy}}
-    first = await post(app, **options)
-    again = await post(app, **options)
+    first, again = [await post(app, **options) for _ in range(2)]
     streamed = await post(app, stream=True, **options)
-    work = make_work(
-        question=llama.QUESTION,
-        chunks=llama.TEXTS,
-        history=SAID,
-        max_new_tokens=16,
-        policy=policy,
+    expected = engine.generate(
+        llama.QUESTION, llama.TEXTS, history=SAID, policy=policy_by_name(policy), max_new_tokens=16
     )
-    expected = await answer_of(backend, work)
     texts = {one["choices"][0]["message"]["content"] for one in (first, again)}
     assert texts == {expected.text, text_of(streamed)}
     assert expected.text
     assert again["kvcache"]["misses"] == 0
     assert (again["kvcache"]["reused_tokens"] > 0) is (policy != "full")
-
-
-async def test_the_answers_are_those_of_an_engine_alone(app: FastAPI, engine: Engine) -> None:
-    found = await post(app, kvcache={"policy": "legolink:4"})
-    policy = policy_by_name("legolink:4")
-    expected = engine.generate(
-        llama.QUESTION, llama.TEXTS, history=SAID, policy=policy, max_new_tokens=16
-    )
-    assert found["choices"][0]["message"]["content"] == expected.text
-
-
-async def test_several_questions_are_answered_at_once(backend: LocalBackend) -> None:
-    works = [
-        make_work(number, question=question, chunks=llama.TEXTS, max_new_tokens=12)
-        for number, question in enumerate((llama.QUESTION, "When does the bakery open?"))
-    ]
-    alone = [(await answer_of(backend, work)).text for work in works]
-    together = await asyncio.gather(*(answer_of(backend, work) for work in works))
-    assert [answer.text for answer in together] == alone
 
 
 async def test_a_server_that_starts_again_reuses_every_token(
@@ -214,8 +189,3 @@ def test_build_fills_the_store_of_the_server(
         "When?", ["The bakery of the village opens at six."], policy=Reuse(), max_new_tokens=1
     )
     assert (answer.metrics.misses, answer.metrics.hits) == (0, {"disk": 1})
-
-
-def test_settings_that_only_servers_of_vllm_read_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="are for servers: say --backend vllm"):
-        ServerSettings(model="m", backend="llama.cpp", backend_key="file")

@@ -6,9 +6,6 @@ import json
 import os
 import re
 import signal
-import stat
-import subprocess
-import sys
 import threading
 import webbrowser
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ import access
 import httpx
 import pytest
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
+from serve_process import posted, started
 
 from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
 from kvcache_rag.generation.explain import TokenState
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from kvcache_rag_server.local import LocalBackend
     from kvcache_rag_server.settings import ServerSettings
 
-EXPLAIN = "/v1/explain"
+EXPLAIN, CHAT = "/v1/explain", "/v1/chat/completions"
 FILES = assets()
 TEXTS = {name: asset.content.decode() for name, asset in FILES.items()}
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -57,7 +55,7 @@ def place(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-async def test_every_file_is_served_as_what_it_is_and_under_a_strict_policy(name: str) -> None:
+async def test_every_file_is_served_once_as_what_it_is_and_under_a_strict_policy(name: str) -> None:
     reply = await get(place(name))
     assert reply.status_code == 200
     assert reply.content == FILES[name].content
@@ -70,17 +68,12 @@ async def test_every_file_is_served_as_what_it_is_and_under_a_strict_policy(name
     assert {rules[what] for what in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["referrer-policy"] == "no-referrer"
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-async def test_what_a_browser_has_is_not_sent_again(name: str) -> None:
-    first = await get(place(name))
-    assert first.headers["cache-control"] == "no-cache"
-    for known in (first.headers["etag"], f'"x", W/{first.headers["etag"]}', "*"):
+    assert reply.headers["cache-control"] == "no-cache"
+    tag = reply.headers["etag"]
+    for known, status in ((tag, 304), (f'"x", W/{tag}', 304), ("*", 304), ('"x"', 200)):
         again = await get(place(name), **{"if-none-match": known})
-        assert (again.status_code, again.content) == (304, b"")
-        assert again.headers["etag"] == first.headers["etag"]
-    assert (await get(place(name), **{"if-none-match": '"x"'})).status_code == 200
+        assert (again.status_code, again.headers["etag"]) == (status, tag)
+        assert again.content == (b"" if status == 304 else reply.content)
 
 
 def test_the_files_need_each_other_and_nothing_else() -> None:
@@ -109,8 +102,8 @@ def test_nothing_is_ever_written_as_markup() -> None:
     [
         "nothing.js",
         "index.html",
-        "..%2Fpages.py",
-        "..%2F..%2Fserve%2Fapp.py",
+        "..%2Fplayground.py",
+        "..%2F..%2FREADME.md",
         "%2Fetc%2Fpasswd",
         "",
     ],
@@ -124,9 +117,8 @@ async def test_nothing_else_is_served(path: str) -> None:
 async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     new_key(keys, "a")
-    plain = (await get("/playground/config")).json()
     limits = RequestLimits()
-    assert plain == {
+    plain = {
         "needs_key": False,
         "reader": True,
         "auxiliary": False,
@@ -135,21 +127,19 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "policy": "reuse",
         "warnings": {"composite": "It costs."},
     }
-    limits = RequestLimits(max_documents=3, max_body_bytes=1000)
-    made: dict[str, Any] = {"api_keys": keys, "model": "other", "limits": limits}
-    made |= {"auxiliary": "small", "policy": "bestlast:0.4"}
-    app = build_app(Scripted(), settings(**made))
-    async with client(app) as http:
-        told = await http.get("/playground/config")
-    assert told.json() == {
-        "needs_key": True,
-        "reader": False,
-        "auxiliary": True,
-        "documents": 3,
-        "file_bytes": 1000,
-        "policy": "bestlast:0.4",
-        "warnings": {"composite": "It costs."},
-    }
+    assert (await get("/playground/config")).json() == plain
+    other = settings(
+        api_keys=keys,
+        model="other",
+        limits=RequestLimits(max_documents=3, max_body_bytes=1000),
+        auxiliary="small",
+        policy="bestlast:0.4",
+    )
+    async with client(build_app(Scripted(), other)) as http:
+        told = (await http.get("/playground/config")).json()
+    changed = {"needs_key": True, "reader": False, "auxiliary": True, "documents": 3}
+    changed |= {"file_bytes": 1000, "policy": "bestlast:0.4"}
+    assert told == plain | changed
 
 
 def test_the_dial_has_policies_of_the_server_alone() -> None:
@@ -178,12 +168,12 @@ class Noted(Scripted):
 
 
 async def post(
-    body: Any, backend: Scripted | LocalBackend, key: str = "", **changes: Any
+    body: Any, backend: Scripted | LocalBackend, key: str = "", path: str = EXPLAIN, **changes: Any
 ) -> httpx.Response:
     app = build_app(backend, settings(**changes))
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with client(app) as http:
-        return await http.post(EXPLAIN, json=body, headers=headers)
+        return await http.post(path, json=body, headers=headers)
 
 
 async def test_it_explains_what_a_chat_would_ask() -> None:
@@ -206,13 +196,6 @@ async def test_it_explains_what_a_chat_would_ask() -> None:
     assert work.namespace == ""
 
 
-async def test_only_documents_can_be_explained() -> None:
-    reply = await post(chat("Where?"), backend := Noted())
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "documents"
-    assert backend.explained is None
-
-
 async def test_keys_namespaces_and_limits_hold_here_too(tmp_path: Path) -> None:
     keys, backend, body = tmp_path / "keys.json", Noted(), chat(documents=["one", "two"])
     key = new_key(keys, "mine")
@@ -232,8 +215,13 @@ async def test_mistakes_are_told_and_faults_are_not() -> None:
     reply = await post(chat(documents=["one"]), backend)
     assert reply.status_code == 500
     assert "secret" not in reply.text
-    reply = await post(chat(documents=["one"], kvcache={"policy": "blend"}), Noted())
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "kvcache.policy")
+    for body, param in (
+        (chat(documents=["one"], kvcache={"policy": "blend"}), "kvcache.policy"),
+        (chat("Where?"), "documents"),
+    ):
+        reply = await post(body, unasked := Noted())
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert unasked.explained is None
 
 
 @pytest.fixture(scope="module")
@@ -254,47 +242,9 @@ async def test_the_reader_is_explained_as_its_engine_does(reader: LocalBackend) 
     assert min(warm["choose"], found["choose"]) > 0
     assert warm == json.loads(json.dumps({**found, "choose": warm["choose"]}))
     assert Explanation.model_validate(warm, strict=True).model_dump(mode="json") == warm
-    async with client(build_app(reader, settings())) as http:
-        answered = (await http.post("/v1/chat/completions", json=body)).json()
+    answered = (await post(body, reader, path=CHAT)).json()
     assert answered["kvcache"]["recomputed_tokens"] == warm["recomputed_tokens"] == 4
     assert answered["choices"][0]["message"]["content"] == "Osha Grell"
-
-
-async def test_the_best_chunk_is_explained_where_it_is_computed(reader: LocalBackend) -> None:
-    question = "Who founded Drenko?"
-    documents = [{"text": text, "score": at} for at, text in enumerate(DOCUMENTS)]
-    body = chat(question, documents=documents, kvcache={"policy": "bestlast"})
-    async with client(build_app(reader, settings())) as http:
-        answered = (await http.post("/v1/chat/completions", json=body)).json()
-    told = (await post(body, reader)).json()
-    assert told["fresh_tokens"] == answered["kvcache"]["fresh_tokens"] > 0
-    first, last = (span for span in told["spans"] if span["kind"] == "chunk")
-    said = "".join(token["text"] for token in told["tokens"][last["start"] : last["stop"]])
-    assert DOCUMENTS[1] in said
-    states = [token["state"] for token in told["tokens"]]
-    assert set(states[first["start"] : first["stop"]]) == {"reused"}
-    assert set(states[last["start"] :]) == {"computed"}
-    assert last["stop"] - last["start"] == told["fresh_tokens"]
-
-
-async def test_documents_that_are_not_needed_are_told(reader: LocalBackend) -> None:
-    documents = [*DOCUMENTS[::-1], "", DOCUMENTS[1], "Lispan lies on the river Sarn."]
-    body = chat("Who founded Drenko?", documents=documents, kvcache={"policy": "bestfew:1"})
-    told = (await post(body, reader)).json()
-    async with client(build_app(reader, settings())) as http:
-        answered = (await http.post("/v1/chat/completions", json=body)).json()
-        sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        streamed = (await http.post("/v1/chat/completions", json=sent)).text
-    frames = [json.loads(one[6:]) for one in streamed.split("\n\n") if one.startswith("data: {")]
-    assert (told["answered_from"], told["unused_chunks"]) == ([1], 2), "as the client numbers them"
-    for found in (answered, frames[-2]):
-        cost = found["kvcache"]
-        assert (cost["answered_from"], cost["unused_chunks"]) == ([1], 2)
-        assert cost["dropped_chunks"] == 0
-    prompt = "".join(token["text"] for token in told["tokens"])
-    assert [one in prompt for one in DOCUMENTS] == [True, False]
-    for found in (answered, frames[-1]):
-        assert found["usage"]["prompt_tokens"] == len(told["tokens"]), "of the prompt answered"
 
 
 # ---------------------------------------------------------------------- where answers differ
@@ -312,25 +262,13 @@ async def test_answers_are_compared_for_those_who_may_ask(tmp_path: Path) -> Non
         assert (await http.post(COMPARE, json=same, headers=key)).json()["same"]
         for wrong in ({"full": "a" * 4001, "stitched": ""}, {"full": "a"}, {**same, "more": 1}):
             assert (await http.post(COMPARE, json=wrong, headers=key)).status_code == 400
-        half = await http.post(
-            COMPARE,
-            content=rb'{"full": "\ud800", "stitched": ""}',
-            headers={**key, "content-type": "application/json"},
-        )
-        assert half.status_code == 400
-    assert found == {
-        "same": False,
-        "full": [
-            {"text": "It costs ", "differs": False},
-            {"text": "412", "differs": True},
-            {"text": " euros.", "differs": False},
-        ],
-        "stitched": [
-            {"text": "It costs ", "differs": False},
-            {"text": "77", "differs": True},
-            {"text": " euros", "differs": False},
-        ],
-    }
+    half, _ = await posted({"full": "\ud800", "stitched": ""}, COMPARE)
+    assert half.status_code == 400
+    assert not found["same"]
+    expected = {"full": ["It costs ", "412", " euros."], "stitched": ["It costs ", "77", " euros"]}
+    for side, parts in expected.items():
+        told = [{"text": text, "differs": at == 1} for at, text in enumerate(parts)]
+        assert found[side] == told
 
 
 # ---------------------------------------------------------------------- the command
@@ -357,81 +295,46 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_browser_is_opened(
+def test_a_browser_is_opened_unless_none_is_wanted(
     opens: bool,
     served: list[ServerSettings],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     visits: list[str] = []
-    threads: list[threading.Thread] = []
-    real = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        threads.append(thread)
-        real(thread)
+    visited = threading.Event()
 
     def visit(url: str) -> bool:
         visits.append(url)
+        visited.set()
         return opens
 
-    monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(webbrowser, "open", visit)
+    assert cli.main(["playground", "tiny", "--no-browser"]) == 0
+    before = {*threading.enumerate()}
     assert cli.main(["playground", "tiny", "--port", "9", "--policy", "reuse"]) == 0
-    threads[-1].join(DEADLINE)
+    assert visited.wait(DEADLINE)
+    for thread in {*threading.enumerate()} - before:
+        thread.join(DEADLINE)
     assert visits == ["http://127.0.0.1:9/"]
     told = capfd.readouterr()
-    assert told.out == "kvcache-rag: serving it; look at http://127.0.0.1:9/\n"
+    assert told.out == "kvcache-rag: serving it; look at http://127.0.0.1:9/\n" * 2
     assert ("no browser could be opened; go to http://127.0.0.1:9/" in told.err) != opens
-    (settings,) = served
-    assert (settings.model, settings.host, settings.port) == ("tiny", "127.0.0.1", 9)
-    assert settings.policy == "reuse"
-
-
-def test_no_browser_is_opened_where_none_is_wanted(
-    served: list[ServerSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(_: threading.Thread) -> None:
-        raise AssertionError("a thread was started")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert cli.main(["playground", "tiny", "--no-browser"]) == 0
-    assert served[0].model == "tiny"
-
-
-@pytest.mark.parametrize(
-    ("words", "example"),
-    [
-        (["playground"], "kvcache-rag playground tiny"),
-        (["playground", "--no-browser", "--port", "9"], "kvcache-rag playground tiny"),
-        (["serve"], "kvcache-rag serve tiny --kv-dir kv"),
-        (["serve", "--kv-dir", "kv"], "kvcache-rag serve tiny --kv-dir kv"),
-    ],
-)
-def test_without_a_model_it_says_which_there_are(
-    served: list[ServerSettings],
-    words: list[str],
-    example: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
-    assert cli.main(words) == 2
-    told = capfd.readouterr()
-    assert told.out == ""
-    paragraph, _, last = told.err.partition("\n\n")
-    assert last.strip() == example
-    assert max(map(len, paragraph.splitlines())) <= 70
-    text = " ".join(paragraph.split())
-    assert text.startswith("kvcache-rag: error: say which model. ")
-    for kind in ("Hugging Face hub", "the folder of a model", "GGUF", '"smollm2"', '"tiny"'):
-        assert kind in text
-    assert served == []
+    given = served[-1]
+    assert (given.model, given.host, given.port, given.policy) == ("tiny", "127.0.0.1", 9, "reuse")
 
 
 def test_a_model_is_named_by_the_line_or_by_the_file(
-    served: list[ServerSettings], tmp_path: Path
+    served: list[ServerSettings], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    for words, example in (
+        (["playground", "--no-browser"], "kvcache-rag playground tiny"),
+        (["serve"], "kvcache-rag serve tiny --kv-dir kv"),
+    ):
+        assert cli.main(words) == 2
+        told = capfd.readouterr().err
+        assert told.startswith("kvcache-rag: error: say which model. ")
+        assert told.rpartition("\n\n")[2].strip() == example
     file = tmp_path / "server.yaml"
     file.write_text("model: smollm2\nport: 0\n")
     assert cli.main(["serve", "tiny"]) == 0
@@ -444,28 +347,26 @@ def test_it_serves_no_other_machine(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--host" in capfd.readouterr().err
 
 
-def test_the_command_serves_the_page_and_opens_it(tmp_path: Path) -> None:
+def test_the_command_serves_the_page_and_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened, browser = tmp_path / "opened", tmp_path / "browser"
     os.mkfifo(opened)  # whoever reads it waits until the browser is told where to go
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
-    browser.chmod(browser.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "-m", "kvcache_rag.cli", "playground", "tiny", "--port", "0"]
-    environment = {**os.environ, "BROWSER": f"{browser} %s"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("kvcache-rag: serving tiny at http://127.0.0.1:")
-            page = opened.read_text().strip()
-            assert line.endswith(f"; look at {page}\n")
-            reply = httpx.get(page, timeout=DEADLINE)
-            assert b"playground" in reply.content
-            assert "content-security-policy" in reply.headers
-            process.send_signal(signal.SIGINT)
-            assert process.wait(DEADLINE) in (0, 130)
-        finally:
-            process.kill()
-            assert "Traceback" not in process.stderr.read()
+    browser.chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    command = ("-m", "kvcache_rag.cli", "playground")
+    with started("tiny", "--port", "0", command=command) as (process, line):
+        assert line.startswith("kvcache-rag: serving tiny at http://127.0.0.1:")
+        page = opened.read_text().strip()
+        assert line.endswith(f"; look at {page}\n")
+        reply = httpx.get(page, timeout=DEADLINE)
+        assert b"playground" in reply.content
+        assert "content-security-policy" in reply.headers
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=DEADLINE)
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in complaints
 
 
 def test_the_page_knows_every_state_of_a_token() -> None:

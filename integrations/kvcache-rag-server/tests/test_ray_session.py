@@ -134,23 +134,21 @@ def test_a_ray_that_does_not_come_is_one_sentence(ray: Ray, address: str | None,
     assert dict(os.environ) == before
 
 
-def test_a_ray_that_was_imported_without_a_token_is_not_started(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "name", "value", "said"),
+    [
+        (module, "_imported_here", False, "in a process of its own"),
+        (Ray, "is_initialized", lambda _: True, "runs in this process already"),
+    ],
+    ids=["imported without a token", "started before"],
+)
+def test_a_ray_that_is_there_already_is_not_started(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any, said: str
 ) -> None:
-    monkeypatch.setattr(module, "_imported_here", False)
-    with (
-        pytest.raises(InvalidInputError, match="in a process of its own"),
-        ray_session(environment={}),
-    ):
+    monkeypatch.setattr(place, name, value)
+    with pytest.raises(InvalidInputError, match=said), ray_session(environment={}):
         pytest.fail("it was started")
     assert not ray.options
-    monkeypatch.setattr(module, "_imported_here", True)
-    monkeypatch.setattr(Ray, "is_initialized", lambda _: True)
-    with (
-        pytest.raises(InvalidInputError, match="runs in this process already"),
-        ray_session(environment={}),
-    ):
-        pytest.fail("it was started twice")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +218,8 @@ def test_no_port_of_rays_answers_without_its_token_or_can_be_reached_from_elsewh
         assert all(known.values()), known
         assert set(answered.values()) == {401}, answered
         session.communicate("\n", timeout=60.0)
-    assert not any(process.is_running() for process in processes)
+    _, left = psutil.wait_procs(processes, timeout=30.0)
+    assert not left
 
 
 def _code(port: int, method: str, token: str) -> str:

@@ -12,14 +12,12 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import access
 import pytest
 from fastapi import HTTPException
 from pace import seconds_to_make
-from serve_fakes import DEADLINE, chat, client, says_nothing, scripted, settings, tiny_backend
+from serve_fakes import DEADLINE, chat, client, says_nothing, scripted
 
 from kvcache_rag_server import bodies, startup
-from kvcache_rag_server.app import build_app
 from kvcache_rag_server.bodies import DEEPEST, MOST_VALUES, SMALL, Bodies, check_structure
 from kvcache_rag_server.settings import RequestLimits
 
@@ -37,17 +35,16 @@ TICK = 0.01
 """Seconds between two looks at the clock."""
 VALUES = 500_000
 """An event loop may look at nothing for as long as the machine takes to make so many lists."""
+SOON = 3.0
+"""Seconds of computing: more than any answer takes."""
 TRIES = 5
 """A machine that is busy may stall any of them; a server that stalls, stalls all."""
 
 
 class Ticker:
-    """How long an event loop did nothing else, at most.
+    """How many seconds an event loop did nothing else, at most.
 
     Time in which this process did not compute does not count: other processes had its cores.
-
-    Attributes:
-        longest: Seconds.
     """
 
     def __init__(self) -> None:
@@ -118,38 +115,13 @@ def test_the_structure_is_counted_up_to_its_bounds() -> None:
         assert not is_refused(raw), raw[:50]
     for raw in (
         nested(DEEPEST + 2),
-        nested(4_000_000),
-        b"[" * 8_000_000,
         b"[" * DEEPEST + b"[1" + b"]" * (DEEPEST + 1),
         b'{"a":' * (DEEPEST + 2),
-        b'{"a":' * 1_000_000,
         b"[" + b",".join([b"1"] * MOST_VALUES) + b"]",
-        b"[" + b",".join([b"[]"] * 2_700_000) + b"]",
         b"{" + b",".join([b'"":1'] * MOST_VALUES) + b"}",
         b'{"a":1,' * MOST_VALUES,
-        b'"' * 8_000_000,
     ):
         assert is_refused(raw), raw[:50]
-
-
-@pytest.mark.parametrize("shift", [0, 1, 2])
-def test_what_stands_in_strings_is_no_structure(shift: int) -> None:
-    """A text may be JSON itself, and quotes and backslashes may stand where one block ends."""
-    inner = json.dumps([{"key": [at, "\\", '"', "[[["]} for at in range(20_000)])
-    assert len(inner) > 10 * bodies.BLOCK
-    for text in (
-        inner,
-        "\\" * 100_001 + '"' + "[" * 100_000,
-        '\\"' * 100_000,
-        "[" * 700_000,
-        '{"' * 100_000,
-        "\u2222\u5b5b" * 50_000,
-    ):
-        for raw in (dumped({"a": " " * shift + text}), json.dumps(text, ensure_ascii=False)):
-            encoded = raw if isinstance(raw, bytes) else raw.encode()
-            assert not is_refused(encoded)
-            # Behind the string counting goes on.
-            assert is_refused(b"[" + encoded + b"," + nested(DEEPEST + 1) + b"]")
 
 
 def counted(value: Any) -> tuple[int, int]:
@@ -195,17 +167,14 @@ def test_the_count_is_that_of_the_values_whatever_the_text_holds(
     assert all(tried[depth] > 20 for depth in range(6))
 
 
-async def test_only_utf_8_is_read_where_structure_could_hide() -> None:
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be", "utf-8-sig"])
+async def test_only_utf_8_is_read_where_structure_could_hide(encoding: str) -> None:
     """In UTF-16 any character may look like a quote; the standard allows UTF-8 alone."""
-    app, backend = scripted()
+    app, _ = scripted()
     async with client(app) as http:
-        for encoding in ("utf-16-le", "utf-16", "utf-32-be"):
-            reply = await http.post(CHAT, content=json.dumps(chat()).encode(encoding), headers=JSON)
-            assert reply.status_code == 400
-            assert "UTF-8" in reply.json()["error"]["message"]
-        marked = await http.post(CHAT, content=json.dumps(chat()).encode("utf-8-sig"), headers=JSON)
-    assert marked.status_code == 200
-    assert len(backend.works) == 1
+        reply = await http.post(CHAT, content=json.dumps(chat()).encode(encoding), headers=JSON)
+    assert reply.status_code == (200 if encoding == "utf-8-sig" else 400)
+    assert ("UTF-8" in reply.text) is (reply.status_code == 400)
 
 
 # ---------------------------------------------------------------------- the loop
@@ -229,24 +198,35 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "empty messages": lambda: dumped({**chat(), "messages": [{}] * 9000}),
     "empty documents": lambda: dumped(chat(documents=[{}] * 9000)),
     "unknown fields": lambda: dumped({f"f{at}": at for at in range(9000)}),
+    "long number": lambda: ending(chat(), f'"max_tokens": {"9" * 2_000_000}'),
+    "deep": lambda: nested(4_000_000),
 }
+
+
+async def asked_in_time(app: FastAPI, body: bytes) -> httpx.Response:
+    """The answer to a body that holds the loop up for no longer than it may."""
+    stalls = []
+    async with client(app) as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        for _ in range(TRIES):
+            before = time.process_time()
+            async with ticking() as ticker:
+                reply = await http.post(CHAT, content=body, headers=JSON)
+            assert time.process_time() - before < SOON
+            stalls.append(ticker.longest / seconds_to_make(VALUES))
+            if stalls[-1] <= 1:
+                break
+    assert min(stalls) <= 1
+    return reply
 
 
 @pytest.mark.usefixtures("as_served")
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_body_holds_the_loop_up(name: str) -> None:
     app, backend = scripted()
-    body, stalls = HOSTILE[name](), []
-    async with client(app) as http:
-        assert (await http.get("/v1/models")).status_code == 200
-        for _ in range(TRIES):
-            async with ticking() as ticker:
-                reply = await http.post(CHAT, content=body, headers=JSON)
-            assert reply.status_code == 400, reply.text[:200]
-            stalls.append(ticker.longest / seconds_to_make(VALUES))
-            if stalls[-1] <= 1:
-                break
-    assert min(stalls) <= 1
+    reply = await asked_in_time(app, HOSTILE[name]())
+    assert reply.status_code == 400, reply.text[:200]
+    assert len(error_of(reply)["message"]) < 1000
     assert not backend.works
 
 
@@ -255,57 +235,10 @@ async def test_a_document_that_is_json_is_answered_and_holds_nobody_up() -> None
     limits = RequestLimits(max_document_bytes=8 * MEBIBYTE)
     app, backend = scripted(limits=limits)
     text = json.dumps([{"key": [at, "\\"]} for at in range(230_000)])
-    body, stalls = dumped(chat(documents=[text])), []
+    body = dumped(chat(documents=[text]))
     assert 7_000_000 < len(body) < limits.max_body_bytes
-    async with client(app) as http:
-        for _ in range(TRIES):
-            async with ticking() as ticker:
-                reply = await http.post(CHAT, content=body, headers=JSON)
-            assert reply.status_code == 200
-            stalls.append(ticker.longest / seconds_to_make(VALUES))
-            if stalls[-1] <= 1:
-                break
-    assert min(stalls) <= 1
+    assert (await asked_in_time(app, body)).status_code == 200
     assert {work.chunks for work in backend.works} == {(text,)}
-
-
-# ---------------------------------------------------------------------- documents
-async def test_documents_that_cannot_fit_are_refused_unread() -> None:
-    with_spaces = ["x" + " " * 1_000_000 + f"y{at}" for at in range(7)]
-
-    async def ask(app: FastAPI, read: list[int]) -> None:
-        async with client(app) as http:
-            for body in (
-                chat(documents=with_spaces),
-                chat("x" + " " * 7_000_000 + "y", documents=[]),
-                chat("x" + " " * 7_000_000 + "y"),
-            ):
-                refused = await http.post(CHAT, json=body)
-                error = refused.json()["error"]
-                assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
-                assert "64 characters per token" in error["message"]
-            assert not read
-            several = chat(documents=["x" + " " * 30_000 + f"y{at}" for at in range(7)])
-            assert (await http.post(CHAT, json={**several, "max_tokens": 1})).status_code == 200
-            assert read
-
-    def served() -> None:
-        with tiny_backend() as backend, pytest.MonkeyPatch.context() as patch:
-            read: list[int] = []
-            engine = type(access.engines(backend).base)
-
-            def noting(whole: Callable[..., Any]) -> Callable[..., Any]:
-                def noted(self: Any, text: str) -> Any:
-                    read.append(len(text))
-                    return whole(self, text)
-
-                return noted
-
-            for name in ("tokenize_text", "brought_ids"):
-                patch.setattr(engine, name, noting(getattr(engine, name)))
-            asyncio.run(ask(build_app(backend, settings()), read))
-
-    await asyncio.to_thread(served)
 
 
 # ---------------------------------------------------------------------- their memory

@@ -8,22 +8,19 @@ its other.  A request is a list of texts and how often each is repeated, in Lati
 from __future__ import annotations
 
 import json
-import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
+from serve_fakes import DEADLINE
+from serve_process import started, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "hostile.json"
 REQUESTS: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-DEADLINE = 60.0  # seconds: more than any answer takes
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 MOST = 256 << 20
 """Bytes by which all of them together may let a server grow: a body has 8 MiB, all have 64 MiB."""
@@ -32,16 +29,15 @@ MOST = 256 << 20
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.port = port
-        self.process = psutil.Process(process.pid)
+    def __init__(self, pid: int, port: int) -> None:
+        self.pid, self.port = pid, port
         assert status_of(self.ask(HEALTH)) == 200
         self.before = self.peak
 
     @property
     def peak(self) -> int:
         """Bytes of memory that it had at most."""
-        with open(f"/proc/{self.process.pid}/status", encoding="ascii") as lines:
+        with open(f"/proc/{self.pid}/status", encoding="ascii") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
     def ask(self, *sent: bytes) -> bytes:
@@ -67,23 +63,10 @@ def status_of(answer: bytes) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("hostile")
-    words = ["serve", "tiny", "--port", "0", "--max-body-seconds", "2"]
-    command = [sys.executable, "-m", "kvcache_rag.cli", *words]
-    with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            match = re.search(r" at http://[^ ]+:(\d+)/v1,", process.stdout.readline())
-            assert match, (folder / "log").read_text(encoding="utf-8")
-            yield Server(process, int(match[1]))
-        finally:
-            process.kill()
+def server() -> Iterator[Server]:
+    words = ("tiny", "--port", "0", "--max-body-seconds", "2")
+    with started(*words, seconds=600) as (process, line):
+        yield Server(process.pid, int(url_of(line).rpartition(":")[2]))
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=[one["name"] for one in REQUESTS])

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from serve_fakes import answer, chat, client, data_of, running, scripted
+from serve_process import CHAT, posted
 
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.keys import new_key
-from kvcache_rag_server.requests import DataDocument, Sent, TextDocument, texts
+from kvcache_rag_server.requests import Sent
 from kvcache_rag_server.responses import cached_tokens
 from kvcache_rag_server.settings import RequestLimits
 
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
 
     from kvcache_rag_server.backend import BackendRequest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COMPLETIONS = "/v1/completions"
 
 
 async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> BackendRequest:
     """The request that a backend gets for a body."""
-    app, backend = scripted(**settings)
-    async with client(app) as http:
-        reply = await http.post(path, json=body)
+    reply, backend = await posted(body, path, **settings)
     assert reply.status_code == 200, reply.text
     return backend.works[0]
 
@@ -38,20 +37,17 @@ async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> Back
 # ---------------------------------------------------------------------- documents of an ingestion
 async def test_documents_are_handed_on_to_be_prefilled() -> None:
     app, backend = scripted(limits=RequestLimits(max_documents=2))
-    body = {"documents": ["a", {"id": "x", "text": "bc"}, "a", " "]}
+    body = {"documents": ["a", {"id": "x", "text": "bc", "score": 1}, "a", " "]}
     async with client(app) as http:
         reply = await http.post("/v1/prefill", json=body)
         wrong = await http.post("/v1/prefill", json={**body, "model": "other"})
         many = await http.post("/v1/prefill", json={"documents": ["a", "b", "c"]})
-        models = await http.get("/v1/models")
-    assert reply.json() == {
-        "object": "prefill", "model": "tiny", "chunks": 2, "tokens": 3, "computed": 2,
-    }  # fmt: skip
+    told = {"object": "prefill", "model": "tiny", "chunks": 2, "tokens": 3, "computed": 2}
+    assert reply.json() == told
     (work,) = backend.works
     assert (work.chunks, work.namespace) == (("a", "bc"), "")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
     assert (many.status_code, many.json()["error"]["code"]) == (413, "request_too_large")
-    assert models.json()["data"][0]["max_model_len"] == 512
 
 
 # ---------------------------------------------------------------------- what is asked
@@ -112,41 +108,39 @@ async def test_a_field_that_is_null_is_not_there(path: str, body: dict[str, Any]
     """Clients write one for what they leave out, of newer versions of the protocol, too."""
     works, replies = [], []
     for sent in (body, with_nulls(body)):
-        app, backend = scripted()
-        async with client(app) as http:
-            reply = await http.post(path, json=sent)
+        reply, backend = await posted(sent, path)
         assert reply.status_code == 200, reply.text
         replies.append(reply)
         works.append([replace(one, id="", trace={}) for one in backend.works])
     assert works[0] == works[1]
+    if path == CHAT and "documents" in body:
+        assert works[1][0].chunks == ("a", "b", "c", "d: null"), "data has nulls of its own"
     if "stream" not in body:
         assert replies[0].json().keys() == replies[1].json().keys()
 
 
-async def test_a_document_has_the_nulls_of_its_data() -> None:
-    assert (await asked(with_nulls(ASKED))).chunks == ("a", "b", "c", "d: null")
+SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Be kind."}
+USER = {"role": "user", "content": "Who?"}
 
 
-async def test_with_documents_instructions_are_told_apart_from_turns() -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "developer", "content": "Be kind."},
-        {"role": "user", "content": "Who?"},
-    ]
-    work = await asked({"model": "tiny", "messages": messages, "documents": []})
-    assert (work.system, work.question) == (("Be brief.", "Be kind."), "Who?")
-    assert (work.history, work.chunks, work.is_chat) == ((), (), False)
-
-
-async def test_without_documents_it_is_a_conversation() -> None:
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    work = await asked({"model": "tiny", "messages": messages, "documents": None})
-    assert work.is_chat
-    assert work.history == (Message("system", "Be brief."),)
-    opened = await asked(chat("Who?"), system_prompt="Be kind.")
-    assert opened.history == (Message("system", "Be kind."),)
-    own = await asked({"model": "tiny", "messages": messages}, system_prompt="Be kind.")
-    assert own.history == (Message("system", "Be brief."),)
+@pytest.mark.parametrize(
+    ("messages", "documents", "prompt", "system", "history"),
+    [
+        ([SYSTEM, DEVELOPER, USER], [], None, ("Be brief.", "Be kind."), ()),
+        ([DEVELOPER, USER], None, None, (), (Message("system", "Be kind."),)),
+        ([USER], None, "Be fair.", (), (Message("system", "Be fair."),)),
+        ([SYSTEM, USER], None, "Be fair.", (), (Message("system", "Be brief."),)),
+    ],
+    ids=["over documents", "a conversation", "the server's", "the client's"],
+)
+async def test_instructions_are_told_apart_from_turns_over_documents_only(
+    messages: Any, documents: Any, prompt: str | None, system: Any, history: Any
+) -> None:
+    body = {"model": "tiny", "messages": messages, "documents": documents}
+    work = await asked(body, system_prompt=prompt)
+    assert (work.question, work.system, work.history) == ("Who?", system, history)
+    assert (work.chunks, work.is_chat) == ((), documents is None)
 
 
 async def test_every_form_of_a_document_is_a_chunk() -> None:
@@ -156,6 +150,7 @@ async def test_every_form_of_a_document_is_a_chunk() -> None:
         {"id": "c", "title": "Of three", "text": "three"},
         {"id": "d", "data": "four"},
         {"data": {"title": "Of five", "count": 5, "snippet": "five", "tags": {"b": 1, "a": "ü"}}},
+        {"data": {"tags": {"a": "ü", "b": 1}, "snippet": "five", "title": "Of five", "count": 5}},
         {"data": {"text": "six"}},
         {"text": "two"},  # again
         " \n",
@@ -187,56 +182,26 @@ async def test_documents_bring_their_scores(path: str, asks: dict[str, Any]) -> 
         assert work.scores is None
 
 
-async def test_a_document_that_is_prefilled_may_keep_its_score() -> None:
-    app, backend = scripted()
-    async with client(app) as http:
-        reply = await http.post("/v1/prefill", json={"documents": [{"text": "a", "score": 1}, "b"]})
-    assert reply.status_code == 200
-    assert backend.works[0].chunks == ("a", "b")
-
-
-def test_fields_read_the_same_in_any_order() -> None:
-    one = DataDocument(data={"b": "2", "a": {"d": 1, "c": [None, True]}})
-    two = DataDocument(data={"a": {"c": [None, True], "d": 1}, "b": "2"})
-    assert texts([one, two]) == ('a: {"c": [null, true], "d": 1}\nb: 2',)
-
-
-def test_a_title_is_no_part_of_a_chunk() -> None:
-    named = TextDocument(id="1", title="Lamps", text="The lamp.")
-    assert texts([named, "The lamp."]) == ("The lamp.",)
-
-
-@pytest.mark.parametrize(
-    ("given", "policy"),
-    [
-        (None, None),
-        ({}, None),
-        ({"policy": "legolink"}, "legolink"),
-        ({"policy": " legolink "}, "legolink"),
-        ({"policy": "cacheblend", "ratio": 0.2}, "cacheblend:0.2"),
-        ({"policy": "CacheClip", "ratio": 1}, "CacheClip:1.0"),
-    ],
-)
-async def test_a_request_names_its_policy(given: Any, policy: str | None) -> None:
-    expected = None if policy is None else policy_by_name(policy)
-    assert (await asked(chat(kvcache=given))).policy == expected
-
-
 @pytest.mark.parametrize(
     ("default", "given", "policy"),
     [
+        (None, None, None),
+        (None, {}, None),
+        (None, {"policy": " legolink "}, "legolink"),
+        (None, {"policy": "cacheblend", "ratio": 0.2}, "cacheblend:0.2"),
+        (None, {"policy": "CacheClip", "ratio": 1}, "CacheClip:1.0"),
         ("cacheblend", None, "cacheblend"),
         ("cacheblend", {"policy": "full"}, "full"),
-        ("cacheblend", {"ratio": 0.5}, "cacheblend:0.5"),
         ("cacheblend:0.2", {"ratio": 0.5}, "cacheblend:0.5"),
         ("cacheclip:0.2,4", {"ratio": 0.5}, "cacheclip:0.5,4"),  # what stands behind it stays
     ],
 )
-async def test_the_servers_policy_is_the_default_and_may_get_another_ratio(
-    default: str, given: Any, policy: str
+async def test_a_request_names_its_policy_or_its_ratio_or_has_the_servers(
+    default: str | None, given: Any, policy: str | None
 ) -> None:
-    work = await asked(chat(kvcache=given), policy=default)
-    assert work.policy == policy_by_name(policy)
+    changes = {} if default is None else {"policy": default}
+    work = await asked(chat(kvcache=given), **changes)
+    assert work.policy == (None if policy is None else policy_by_name(policy))
 
 
 @pytest.mark.parametrize(
@@ -258,16 +223,21 @@ async def test_sampling_is_greedy_unless_it_is_asked_for(given: Any, options: An
     assert (await asked(chat(**given))).options == options
 
 
-async def test_lengths_and_stops() -> None:
-    work = await asked(chat(max_tokens=5, stop="."))
-    assert (work.max_new_tokens, work.stop) == (5, (".",))
-    work = await asked(chat(max_tokens=5, max_completion_tokens=6, stop=["a", "b"]))
-    assert (work.max_new_tokens, work.stop) == (6, ("a", "b"))
-    assert (await asked(chat(stop=None))).max_new_tokens == 128
-    work = await asked({"model": "tiny", "prompt": "The"}, COMPLETIONS)
-    assert (work.max_new_tokens, work.stop) == (16, ())
+@pytest.mark.parametrize(
+    ("path", "given", "tokens", "stop"),
+    [
+        (CHAT, {"max_tokens": 5, "stop": "."}, 5, (".",)),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 6, "stop": ["a", "b"]}, 6, ("a", "b")),
+        (CHAT, {}, 128, ()),
+        (COMPLETIONS, {}, 16, ()),
+    ],
+)
+async def test_lengths_and_stops(path: str, given: Any, tokens: int, stop: Any) -> None:
+    body = {**(chat() if path == CHAT else {"model": "tiny", "prompt": "The"}), **given}
+    work = await asked(body, path)
+    assert (work.max_new_tokens, work.stop) == (tokens, stop)
     few = RequestLimits(max_answer_tokens=9)
-    for body, path in ((chat(), CHAT), ({"model": "tiny", "prompt": "The"}, COMPLETIONS)):
+    if not given:
         assert (await asked(body, path, limits=few)).max_new_tokens == 9
 
 
@@ -303,30 +273,19 @@ async def test_what_changes_nothing_is_taken() -> None:
 
 # ---------------------------------------------------------------------- what is answered
 async def test_an_answer_is_openais_object_with_its_costs() -> None:
-    app, backend = scripted()
-    async with client(app) as http:
-        reply = await http.post(CHAT, json=chat())
+    reply, backend = await posted(chat())
     body = reply.json()
     costs = body.pop("kvcache")
     assert abs(body.pop("created") - time.time()) < 60
+    message = {"role": "assistant", "content": "yes", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 0, "completion_tokens": 3, "total_tokens": 3}
     assert body == {
         "id": backend.works[0].id,
         "object": "chat.completion",
         "model": "tiny",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "yes", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 0,
-            "completion_tokens": 3,
-            "total_tokens": 3,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        },
+        "choices": [choice],
+        "usage": usage | {"prompt_tokens_details": {"cached_tokens": 0}},
     }
     assert (costs["queue_wait"], costs["batch"], costs["replica"]) == (0.25, 2, "r1")
     assert costs["policy"] == "Reuse()"
@@ -335,40 +294,29 @@ async def test_an_answer_is_openais_object_with_its_costs() -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_a_stream_is_openais_chunks(wanted: bool) -> None:
-    app, _ = scripted()
     options = {"stream_options": {"include_usage": True}} if wanted else {}
-    async with client(app) as http:
-        reply = await http.post(CHAT, json=chat(stream=True, **options))
+    reply, _ = await posted(chat(stream=True, **options))
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     *chunks, done = data_of(reply.text)
     assert done == "[DONE]"
     assert {one["object"] for one in chunks} == {"chat.completion.chunk"}
     assert len({(one["id"], one["created"], one["model"]) for one in chunks}) == 1
-    usages = [one.pop("usage", "none") for one in chunks]
-    if wanted:
-        assert usages[:-1] == [None] * 4
-        assert usages[-1]["completion_tokens"] == 3
+    if wanted:  # it stands alone behind the others, as OpenAI's clients know it
         usage = chunks.pop()
-        assert usage["choices"] == []
-    else:
-        assert set(usages) == {"none"}
-        usage = {}
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
+        assert "kvcache" not in usage
+    assert [one.get("usage", "none") for one in chunks] == [None if wanted else "none"] * 4
     choices = [one["choices"][0] for one in chunks]
-    deltas = [one["delta"] for one in choices]
     first = {"role": "assistant", "content": ""}
-    assert deltas == [first, {"content": "y"}, {"content": "es"}, {}]
+    assert [one["delta"] for one in choices] == [first, {"content": "y"}, {"content": "es"}, {}]
     assert [one["finish_reason"] for one in choices] == [None, None, None, "stop"]
-    # The usage stands alone behind it, as OpenAI's clients know it.
     assert [one.get("kvcache", {}).get("queue_wait") for one in chunks] == [None] * 3 + [0.25]
-    assert "kvcache" not in usage
 
 
 async def test_completions_have_objects_of_their_own() -> None:
-    app, _ = scripted()
     body = {"model": "tiny", "prompt": "The"}
-    async with client(app) as http:
-        whole = (await http.post(COMPLETIONS, json=body)).json()
-        streamed = await http.post(COMPLETIONS, json={**body, "stream": True})
+    whole = (await posted(body, COMPLETIONS))[0].json()
+    streamed, _ = await posted({**body, "stream": True}, COMPLETIONS)
     assert whole["object"] == "text_completion"
     choice = {"index": 0, "text": "yes", "logprobs": None, "finish_reason": "stop"}
     assert whole["choices"] == [choice]
@@ -415,35 +363,22 @@ def test_probes_and_page_answer_head_without_a_body() -> None:
         assert httpx.head(f"{url}/ready").status_code == 503
 
 
-async def test_a_backend_that_cannot_say_is_not_ready(caplog: Any) -> None:
-    app, backend = scripted()
-
+async def test_a_backend_that_cannot_say_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def fails() -> bool:
         raise OSError("gone")
 
-    backend.ready = fails  # type: ignore[method-assign]  # a fault is made
+    app, backend = scripted()
+    monkeypatch.setattr(backend, "ready", fails)
     async with client(app) as http:
         assert (await http.get("/ready")).status_code == 503
     assert "gone" in caplog.text
 
 
-async def test_the_schema_says_what_the_server_does() -> None:
-    app, _ = scripted()
-    async with client(app) as http:
-        schema = (await http.get("/openapi.json")).json()
-    post = schema["paths"][CHAT]["post"]
-    assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(post["responses"])
-    assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    for path in schema["paths"].values():
-        for operation in path.values():
-            assert "422" not in operation["responses"]
-    names = schema["components"]["schemas"]
-    assert "HTTPValidationError" not in names
-    assert names["ChatRequest"]["additionalProperties"] is False
-    assert names["ChatRequest"]["examples"]
-
-
-async def test_the_schema_says_whether_keys_are_wanted(tmp_path: Path) -> None:
+async def test_the_schema_says_what_the_server_does_and_whether_keys_are_wanted(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "keys"
     key = new_key(file, "acme")
     for changes, wanted in (({}, False), ({"api_keys": file}, True)):
@@ -452,4 +387,9 @@ async def test_the_schema_says_whether_keys_are_wanted(tmp_path: Path) -> None:
             schema = (await http.get("/openapi.json")).json()
             reply = await http.post(CHAT, json=chat(), headers={"authorization": f"Bearer {key}"})
         assert reply.status_code == 200
-        assert bool(schema["paths"][CHAT]["post"].get("security")) is wanted
+        post = schema["paths"][CHAT]["post"]
+        assert bool(post.get("security")) is wanted
+        assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(post["responses"])
+        assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert "HTTPValidationError" not in schema["components"]["schemas"]
+        assert schema["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False

@@ -9,31 +9,29 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 import pytest
-from serve_fakes import DEADLINE, chat
+from serve_fakes import DEADLINE, chat, scripted
+from serve_process import CHAT, started, url_of
 
 from kvcache_rag import PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag_server import startup
 from kvcache_rag_server.commands import serve
+from kvcache_rag_server.corpus.worker import BuildSettings
 from kvcache_rag_server.listening import listening
 from kvcache_rag_server.settings import ServerSettings, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-CHAT = "/v1/chat/completions"
 READY_SECONDS = 15.0
 
 
@@ -45,64 +43,25 @@ def settings_of(*words: str) -> ServerSettings:
     return serve.settings_of(arguments)
 
 
-@contextmanager
-def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, once it has said that it is there; and what it said."""
-    command = [sys.executable, "-m", "kvcache_rag.cli", "serve", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        killer = threading.Timer(DEADLINE * 2, process.kill)
-        killer.start()
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            if not line:
-                raise AssertionError(process.stderr.read() if process.stderr else "")
-            yield process, line
-        finally:
-            killer.cancel()
-            if process.poll() is None:
-                process.kill()
-
-
-def url_of(line: str) -> str:
-    found = re.search(r" at (http://[^ ]+)/v1,", line)
-    assert found, line
-    return found[1]
-
-
 # ---------------------------------------------------------------------- arguments
 def test_arguments_become_settings(tmp_path: Path) -> None:
     (tmp_path / "prompt_template.json").write_text("{}")
     assert settings_of() == ServerSettings(model="tiny")
-    words = """
-        some/model --kv-dir kv --port 0 --policy cacheblend:0.2
-        --prefetch cpu --prefetch-after 0 --max-batch 4 --max-waiting 9
-        --kv-codec int8
-        --max-documents 5 --max-concurrency 6 --max-total-concurrency 7
-        --allowed-hosts a --allowed-hosts b --memory-bytes 1kB --served-name m
-        --template {folder} --revision v2 --max-body-seconds 8
+    words = f"""
+        some/model --port 0 --prefetch-after 0 --max-concurrency 6 --max-body-seconds 8
+        --allowed-hosts a --allowed-hosts b --memory-bytes 1kB --served-name m --template {tmp_path}
     """
-    given = settings_of(*words.format(folder=tmp_path).split())
+    given = settings_of(*words.split())
     assert given == ServerSettings(
         model="some/model",
-        kv_dir="kv",
         port=0,
-        policy="cacheblend:0.2",
-        prefetch="cpu",
         prefetch_after=0.0,
-        max_batch=4,
-        max_waiting=9,
-        kv_codec="int8",
         allowed_hosts=("a", "b"),
         memory_bytes=1000,
         served_name="m",
         template=PromptTemplate(),
-        revision="v2",
-        max_documents=5,
         max_body_seconds=8,
         max_concurrency=6,
-        max_total_concurrency=7,
     )
     assert given.name == "m"
 
@@ -112,11 +71,12 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
     [
         ("--host 0.0.0.0", "--api-keys FILE"),
         ("--host example.org", "--allow-anonymous"),
-        ("--port 70000", "port cannot be used: must be less"),
-        ("--policy cacheblnd", "did you mean cacheblend"),
         ("--max-batch 0", "max_batch"),
         ("--max-documents 0", "documents"),
         ("--prefetch-after -1", "prefetch_after"),
+        ("--grace -1", "grace"),
+        ("--grace nan", "grace"),
+        ("--grace inf", "grace"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(words: str, says: str) -> None:
@@ -135,16 +95,15 @@ def test_beyond_loopback_somebody_has_to_have_said_so(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_has_time_level_and_logger() -> None:
-    code = (
-        "import logging; from kvcache_rag_server.commands import serve;"
-        "serve.log_to_stderr('{level}');"
-        "serve.log_to_stderr('{level}'); log = logging.getLogger('kvcache_rag_server');"
-        "log.info('opened'); log.warning('%s is full', 'kv')"
-    )
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
     for level, said in (("warning", ""), ("info", f"{stamp}INFO kvcache_rag_server: opened\n")):
-        command = [sys.executable, "-c", code.format(level=level)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        code = (
+            "import logging; from kvcache_rag_server.commands import serve;"
+            f"[serve.log_to_stderr('{level}') for _ in '12'];"
+            "log = logging.getLogger('kvcache_rag_server');"
+            "log.info('opened'); log.warning('%s is full', 'kv')"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         pattern = f"{said}{stamp}WARNING kvcache_rag_server: kv is full\n"
         assert re.fullmatch(pattern, done.stderr), done.stderr
 
@@ -169,8 +128,6 @@ def test_a_key_is_made_and_shown_once(tmp_path: Path, capsys: Any) -> None:
     assert key not in file.read_text()
     assert "acme" in file.read_text()
     assert str(file) in shown.err
-    assert main(["serve", "--new-key", "acme"]) == 2
-    assert "--api-keys FILE" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_install_line_is_said(monkeypatch: Any) -> None:
@@ -180,47 +137,40 @@ def test_without_the_extra_the_install_line_is_said(monkeypatch: Any) -> None:
 
 
 # ---------------------------------------------------------------------- what is opened
-def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
-    plain = startup.open_store(ServerSettings(model="tiny", memory_bytes=5))
-    assert isinstance(plain, MemoryStore)
-    assert plain.max_bytes == 4, "the rest is for combinations"
-    folder = startup.open_store(
-        ServerSettings(model="tiny", kv_dir=str(tmp_path / "kv"), kv_max_bytes=7, kv_codec="int8")
-    )
-    assert isinstance(folder, TieredStore)
-    memory, disk = folder.tiers
-    assert isinstance(memory, MemoryStore)
-    assert isinstance(disk, DiskStore)
-    assert (disk.max_bytes, disk.codec.name) == (6, "int8-kc-vt")
-    remote = startup.open_store(ServerSettings(model="tiny", kv_dir="memory://bucket/kv"))
-    assert isinstance(remote, TieredStore)
-    assert isinstance(remote.tiers[1], RemoteStore)
-
-
 def test_a_template_is_named_as_for_build(tmp_path: Path) -> None:
     file = tmp_path / "prompt_template.json"
     with pytest.raises(InvalidInputError, match=r"no prompt_template.json in .*check tem"):
         ServerSettings(model="tiny", template=str(tmp_path))
     file.write_text('{"system": "S ", "chunk_start": "<", "chunk_end": ">"}')
-    assert ServerSettings(model="tiny").template is None
-    for place in (tmp_path, file):
-        given = ServerSettings(model="tiny", template=str(place))
-        found = given.template
-        assert found is not None
-        assert found.wrap("a") == "<a>"
-    assert startup.open_engine(given.model_copy(update={"device": "cpu"})).template == found
-    told = given.model_copy(update={"device": "cpu", "system_prompt": "T "})
-    assert startup.open_engine(told).template == replace(found, system="T ")
+    kv_dir = str(tmp_path / "kv")
+    given = PromptTemplate(system="S ", chunk_start="<", chunk_end=">")
+    for place in (str(tmp_path), str(file)):
+        for prompt in (None, "T "):
+            options: dict[str, Any] = {"model": "tiny", "device": "cpu", "system_prompt": prompt}
+            served = startup.open_engine(ServerSettings(template=place, **options))
+            assert served.template == replace(given, system=prompt or "S ")
+            build = BuildSettings(kv_dir=kv_dir, template=given, **options)
+            assert served.keys(["a text"]) == build.open_engine().keys(["a text"])
 
 
-def test_the_instruction_before_the_chunks_is_the_servers() -> None:
-    own = startup.open_engine(ServerSettings(model="tiny", device="cpu"))
-    told = startup.open_engine(
-        ServerSettings(model="tiny", device="cpu", system_prompt="Be brief. ")
-    )
-    assert told.template.system == "Be brief. "
-    assert told.template.chunk_start == own.template.chunk_start
-    assert told.keys(["a"]) != own.keys(["a"])
+def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load(name: str, *, options: dict[str, Any], **rest: Any) -> Any:
+        asked.append(options)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
+    for revision in ("abc", None):
+        with pytest.raises(InvalidInputError, match="enough"):
+            startup.open_engine(ServerSettings(model="tiny", revision=revision))
+    assert asked == [{"revision": "abc"}, {}]
+
+
+def test_a_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Else it is closed in the moment in which a client (httpx: after 5 s) uses it again."""
+    app, _ = scripted()
+    assert min(startup._PATIENCE, startup.server_of(app).config.timeout_keep_alive) > 10
 
 
 # ---------------------------------------------------------------------- the socket
@@ -248,31 +198,29 @@ def test_localhost_is_the_address_that_clients_try() -> None:
         pass
 
 
-def test_an_address_of_another_machine_is_no_place_to_listen(capsys: Any) -> None:
-    assert main(["serve", "tiny", "--allow-anonymous", "--host", "192.0.2.1", "--port", "0"]) == 2
-    assert "192.0.2.1 cannot be listened on" in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_one_sentence(capsys: Any) -> None:
-    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
-    assert "/no/such/model" in capsys.readouterr().err
-
-
-def test_the_line_says_what_is_served(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    settings = ServerSettings(model="tiny", kv_dir="kv", api_keys=keys)
-    assert startup.announcement(settings, "http://h:1") == (
-        "serving tiny at http://h:1/v1, chunks in kv, API keys"
-    )
-    assert startup.announcement(ServerSettings(model="tiny"), "http://h:1") == (
-        "serving tiny at http://h:1/v1, chunks in memory only, no API keys"
-    )
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("tiny --allow-anonymous --host 192.0.2.1", "192.0.2.1 cannot be listened on"),
+        ("/no/such/model", "/no/such/model"),
+        ("--new-key acme", "--api-keys FILE"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(words: str, says: str, capsys: Any) -> None:
+    assert main(["serve", "--port", "0", *words.split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- a process
+def seconds_of_children() -> float:
+    """CPU seconds of processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     """Ready within 15 s where nothing else runs: all that is computed until the end takes less."""
-    before = _seconds_of_children()
+    before = seconds_of_children()
     with started("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0") as (process, line):
         assert line.startswith("kvcache-rag: serving tiny at http://127.0.0.1:")
         url = url_of(line)
@@ -293,13 +241,7 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     assert begun == "loading tiny ..."
     assert ended == f"kvcache-rag: stopped; chunks in {tmp_path / 'kv'} are kept"
     assert reply.json()["kvcache"]["policy"].startswith("Reuse")
-    assert _seconds_of_children() - before < READY_SECONDS
-
-
-def _seconds_of_children() -> float:
-    """CPU seconds of processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    assert seconds_of_children() - before < READY_SECONDS
 
 
 def test_more_connections_than_descriptors_fill_no_log_and_wait(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Combinations of a server: shared by its processes, kept over restarts, within its limits."""
+"""What a server has beside chunks: combinations, and an auxiliary model for cacheclip."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from serve_works import answer_of, make_work
+import pytest
+from serve_works import answer_of, events_of, failure_of, make_work, reader
 
-from kvcache_rag import Combination
+from kvcache_rag import CacheClip, Engine
+from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.cli import main
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag_server.local import LocalBackend
@@ -16,9 +18,8 @@ from kvcache_rag_server.startup import open_combinations, open_engine, open_stor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag import Engine
-
 TEXTS = ("The red lamp stands in the hall.", "The blue lamp is broken.")
+FACTS = ("The Mobrit costs 412 euros.", "Drenko was founded by Osha Grell.")
 
 
 def opened(folder: Path) -> Engine:
@@ -54,53 +55,79 @@ def test_commands_see_each_of_the_two_folders_alone(tmp_path: Path, capsys: Any)
         assert capsys.readouterr().out.count("namespace ") == 1
 
 
-def test_a_deleted_tenant_is_gone_from_both(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    engine = opened(folder)
-    ask = {"policy": Combination(), "max_new_tokens": 1}
-
-    def held() -> int:
-        return len(list(folder.rglob("*.safetensors")))
-
-    engine.generate("Where?", TEXTS, **ask)
-    assert held()
-    assert engine.delete_namespace()
-    assert not held()
-    engine.generate("Where?", TEXTS, **ask)
-    assert opened(folder).generate("Where?", TEXTS, **ask).metrics.misses == 0, "it came back"
-    # Past every engine: what is left goes before the next question.
-    (key,) = engine.add_combination([TEXTS])
-    DiskStore(folder).delete_namespace("")
-    other = opened(folder)
-    other.generate("Where?", TEXTS[::-1], **ask)
-    assert not DiskStore(folder / "combinations").contains(key)
-    (kept,) = other.add_combination([TEXTS])
-    opened(folder).generate("Where?", TEXTS[::-1], **ask)
-    assert DiskStore(folder / "combinations").contains(kept), "deleted once, not at every start"
-
-
 def test_one_limit_holds_for_chunks_and_combinations_together(tmp_path: Path) -> None:
-    settings = ServerSettings(
-        model="tiny",
-        kv_dir=str(tmp_path / "kv"),
-        kv_max_bytes=1003,
-        memory_bytes=103,
-        kv_codec="int8",
-    )
-    found = open_store(settings), open_combinations(settings)
-    for store in found:
-        assert isinstance(store, TieredStore)
-        assert store.codec.name == "int8-kc-vt"
-    limits = [[tier.max_bytes for tier in store.tiers] for store in found]  # type: ignore[attr-defined]  # checked above
-    assert limits == [[78, 753], [25, 250]]
+    """A fourth is for combinations."""
+    folder, url = str(tmp_path / "kv"), "memory://bucket/kv"
+    memory = ServerSettings(model="tiny", memory_bytes=40)
+    for opened, limit, tier in (
+        (open_store, 30, "memory"),
+        (open_combinations, 10, "combinations"),
+    ):
+        alone = opened(memory)
+        assert isinstance(alone, MemoryStore)
+        assert (alone.max_bytes, alone.tier) == (limit, tier)
+    limits: dict[str, Any] = {"kv_max_bytes": 1003, "memory_bytes": 103, "kv_codec": "int8"}
+    disk = ServerSettings(model="tiny", kv_dir=folder, **limits)
+    for opened, expected in ((open_store, [78, 753]), (open_combinations, [25, 250])):
+        tiered = opened(disk)
+        assert isinstance(tiered, TieredStore)
+        assert [type(one) for one in tiered.tiers] == [MemoryStore, DiskStore]
+        assert [one.max_bytes for one in tiered.tiers] == expected  # type: ignore[attr-defined]  # checked above
+        assert tiered.codec.name == "int8-kc-vt"
+    for opened, place in ((open_store, url), (open_combinations, f"{url}/combinations")):
+        tiered = opened(ServerSettings(model="tiny", kv_dir=url))
+        assert isinstance(tiered, TieredStore)
+        assert isinstance(tiered.tiers[1], RemoteStore)
+        assert tiered.tiers[1].url == place
 
 
-def test_without_a_limit_or_a_folder_there_is_none() -> None:
-    memory = open_combinations(ServerSettings(model="tiny", memory_bytes=40))
-    assert isinstance(memory, MemoryStore)
-    assert (memory.max_bytes, memory.tier) == (10, "combinations")
-    remote = open_combinations(ServerSettings(model="tiny", kv_dir="memory://bucket/kv"))
-    assert isinstance(remote, TieredStore)
-    last = remote.tiers[1]
-    assert isinstance(last, RemoteStore)
-    assert (last.url, last.tier) == ("memory://bucket/kv/combinations", "combinations-remote")
+# ---------------------------------------------------------------------- an auxiliary model
+@pytest.fixture
+def scored(tmp_path: Path) -> Engine:
+    return open_engine(ServerSettings(model="tiny", kv_dir=str(tmp_path / "kv"), auxiliary="tiny"))
+
+
+async def test_a_request_may_ask_for_cacheclip_where_there_is_an_auxiliary(scored: Engine) -> None:
+    work = make_work(chunks=FACTS, policy="cacheclip:0.5,mean", namespace="a")
+    backend, without = LocalBackend(scored), LocalBackend(reader())
+    try:
+        answer = await answer_of(backend, work)
+        failed = failure_of(await events_of(without, work))
+    finally:
+        await backend.close()
+        await without.close()
+    assert answer.metrics.policy.startswith("CacheClip(")
+    assert answer.metrics.recomputed_tokens > 0
+    alone = scored.generate(work.question, FACTS, policy=work.policy, max_new_tokens=8)
+    assert answer.token_ids == alone.token_ids
+    assert failed.status == 400
+    assert "auxiliary model" in failed.message
+
+
+def test_what_one_tenant_had_scored_another_has_not(scored: Engine) -> None:
+    one, other = (scored.in_namespace(name).auxiliary.engine for name in ("one", "other"))
+
+    def held(scoring: Engine) -> list[bool]:
+        return [scoring.store.contains(key) for key in scoring.keys(TEXTS)]
+
+    tenant = scored.in_namespace("one")
+    tenant.add(TEXTS)
+    assert {key.namespace for key in one.keys(TEXTS)} == {"one"}
+    assert (held(one), held(other)) == ([True, True], [False, False])
+    assert tenant.delete_namespace() > 0
+    assert not any(held(one))
+
+
+def test_an_engines_own_policy_scores_for_its_tenant_only() -> None:
+    plain = Engine.from_pretrained("tiny", device="cpu")
+    scoring = Auxiliary(Engine(plain.model, plain.tokenizer))
+    policy = CacheClip(scoring, ratio=0.5, threshold=None)
+    engine = Engine(plain.model, plain.tokenizer, policy=policy)
+    one = engine.in_namespace("one")
+    one.generate(make_work().question, TEXTS, max_new_tokens=1)
+    moved = one.policy.auxiliary
+    assert isinstance(moved, Auxiliary)
+    assert {key.namespace for key in moved.engine.keys(TEXTS)} == {"one"}
+    assert not any(map(scoring.engine.store.contains, scoring.engine.keys(TEXTS)))
+    assert engine.policy.auxiliary is scoring, "the first one's is left alone"
+    assert type(one.policy) is type(policy)

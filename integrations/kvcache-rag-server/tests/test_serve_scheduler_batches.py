@@ -30,6 +30,7 @@ from kvcache_rag_server.worker import is_alike, kind_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvcache_rag import Answer
     from kvcache_rag_server.backend import BackendRequest
 
 KIND = "kind"
@@ -141,10 +142,15 @@ def prefer_batches(backend: LocalBackend, work: BackendRequest) -> None:
         rule.measured(kind_of(work), size, seconds)
 
 
-async def asked_together(
-    backend: LocalBackend, valve: Valve, works: list[BackendRequest], passes: int | None = None
-) -> list[asyncio.Task[Any]]:
-    """Let works wait together behind one that the model is busy with, and then begin."""
+async def together(
+    backend: LocalBackend,
+    patch: pytest.MonkeyPatch,
+    works: list[BackendRequest],
+    passes: int | None = None,
+) -> tuple[Valve, list[asyncio.Task[Any]]]:
+    """Let works wait together behind one that the model is busy with, and then begin as a batch."""
+    prefer_batches(backend, works[0])
+    valve = Valve(access.engines(backend).base.model, patch)
     valve.close()
     first = asyncio.create_task(answer_of(backend, make_work(99, policy="full", max_new_tokens=1)))
     await eventually(valve.held.is_set)
@@ -154,7 +160,25 @@ async def asked_together(
     valve.held.clear()
     valve.open.set()
     await first
-    return tasks
+    return valve, tasks
+
+
+async def ensure_as_singles(
+    backend: LocalBackend, patch: pytest.MonkeyPatch, works: list[BackendRequest]
+) -> list[Answer]:
+    """Answers of singles, which a batch gives as well."""
+    singles = [await answer_of(backend, work) for work in works]
+    _, tasks = await together(backend, patch, works)
+    for task, single in zip(tasks, singles, strict=True):
+        begun, last = await task
+        assert isinstance(begun, Started)
+        assert isinstance(last, Finished)
+        assert begun.batch == len(works)
+        assert (last.answer.text, last.answer.token_ids) == (single.text, single.token_ids)
+        assert last.answer.finish_reason == single.finish_reason
+        for name in ("prompt_tokens", "fresh_tokens"):
+            assert getattr(last.answer.metrics, name) == getattr(single.metrics, name)
+    return singles
 
 
 @pytest.mark.parametrize("policy", [None, "full", "cacheblend:0.3", "combination"])
@@ -167,19 +191,7 @@ async def test_a_batch_gives_the_answers_of_singles(
         make_work(number, policy=policy, chunks=chunks, question=question, max_new_tokens=12)
         for number, (chunks, question) in enumerate(zip(asked, questions, strict=True))
     ]
-    alone = [await answer_of(backend, work) for work in works]
-    prefer_batches(backend, works[0])
-    tasks = await asked_together(
-        backend, Valve(access.engines(backend).base.model, monkeypatch), works
-    )
-    for task, single in zip(tasks, alone, strict=True):
-        begun, last = await task
-        assert isinstance(begun, Started)
-        assert isinstance(last, Finished)
-        assert begun.batch == 4
-        assert last.answer.token_ids == single.token_ids
-        assert last.answer.text == single.text
-        assert last.answer.metrics.prompt_tokens == single.metrics.prompt_tokens
+    await ensure_as_singles(backend, monkeypatch, works)
 
 
 async def test_a_batch_ends_at_stops_where_singles_do(
@@ -190,19 +202,17 @@ async def test_a_batch_ends_at_stops_where_singles_do(
     stop = (f" {free.text.split()[0]}", f">{free.text[:3]}", free.text.split()[-1])
     works = [make_work(number, stop=stop, max_new_tokens=12) for number in range(4)]
     works[1] = make_work(1, stop=stop, max_new_tokens=12, chunks=TEXTS[1:])
-    alone = [await answer_of(backend, work) for work in works]
+    alone = await ensure_as_singles(backend, monkeypatch, works)
     assert alone[0].text == free.text[: free.text.index(stop[2])] != ""
-    prefer_batches(backend, works[0])
-    tasks = await asked_together(
-        backend, Valve(access.engines(backend).base.model, monkeypatch), works
-    )
-    for task, single in zip(tasks, alone, strict=True):
-        begun, last = await task
-        assert isinstance(begun, Started)
-        assert isinstance(last, Finished)
-        assert begun.batch == 4
-        assert (last.answer.text, last.answer.token_ids) == (single.text, single.token_ids)
-        assert last.answer.finish_reason == single.finish_reason
+
+
+async def test_requests_of_a_batch_have_scores_of_their_own(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [(0.1, 0.2, 0.9), None, (0.0, 1.0, 0.0), (0.9, 0.2, 0.1)]
+    works = [make_work(at, policy="bestlast", scores=scores) for at, scores in enumerate(every)]
+    singles = await ensure_as_singles(backend, monkeypatch, works)
+    assert len({single.metrics.fresh_tokens for single in singles}) > 1, "it must be able to fail"
 
 
 async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
@@ -211,38 +221,14 @@ async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
     works = [make_work(number) for number in range(4)]
     works[2] = make_work(2, chunks=("  ",))
     single = await answer_of(backend, works[0])
-    prefer_batches(backend, works[0])
-    tasks = await asked_together(
-        backend, Valve(access.engines(backend).base.model, monkeypatch), works
-    )
+    _, tasks = await together(backend, monkeypatch, works)
     ends = [(await task)[-1] for task in tasks]
     wrong = ends.pop(2)
     assert isinstance(wrong, Failed)
     assert wrong.status == 400
     assert [end.answer.text for end in ends] == [single.text] * 3
-    assert access.scheduler(backend)._service._rule.seconds(kind_of(works[0]), 4) == 0.5, (
-        "no fault of batches"
-    )
-
-
-async def test_requests_of_a_batch_have_scores_of_their_own(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = [(0.1, 0.2, 0.9), None, (0.0, 1.0, 0.0), (0.9, 0.2, 0.1)]
-    works = [make_work(at, policy="bestlast", scores=scores) for at, scores in enumerate(every)]
-    singles = [await answer_of(backend, work) for work in works]
-    prefer_batches(backend, works[0])
-    tasks = await asked_together(
-        backend, Valve(access.engines(backend).base.model, monkeypatch), works
-    )
-    for task, single in zip(tasks, singles, strict=True):
-        started, last = await task
-        assert isinstance(started, Started)
-        assert isinstance(last, Finished)
-        assert started.batch == len(works)
-        assert last.answer.token_ids == single.token_ids
-        assert last.answer.metrics.fresh_tokens == single.metrics.fresh_tokens
-    assert len({single.metrics.fresh_tokens for single in singles}) > 1, "it must be able to fail"
+    rule = access.scheduler(backend)._service._rule
+    assert rule.seconds(kind_of(works[0]), 4) == 0.5, "no fault of batches"
 
 
 async def test_who_leaves_a_batch_does_not_stop_the_others(
@@ -252,9 +238,7 @@ async def test_who_leaves_a_batch_does_not_stop_the_others(
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)  # or it ends too soon
     works = [make_work(number, max_new_tokens=20) for number in range(2)]
     single = await answer_of(backend, works[0])
-    prefer_batches(backend, works[0])
-    valve = Valve(model, monkeypatch)
-    leaving, staying = await asked_together(backend, valve, works, passes=3)
+    valve, (leaving, staying) = await together(backend, monkeypatch, works, passes=3)
     await eventually(valve.held.is_set)
     leaving.cancel()
     await eventually(lambda: access.scheduler(backend).stats()["cancelled"] == 1)

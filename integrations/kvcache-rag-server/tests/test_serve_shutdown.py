@@ -4,56 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from serve_fakes import (
-    DEADLINE,
-    Scripted,
-    answer,
-    chat,
-    client,
-    data_of,
-    says_nothing,
-    scripted,
-    settings,
-)
+from serve_fakes import DEADLINE, Scripted, chat, client, data_of, says_nothing, scripted, settings
+from serve_process import CHAT, Paced, send, started, url_of
 from serve_works import Valve, loaded, reader
 
-from kvcache_rag.errors import InvalidInputError
 from kvcache_rag_server import shutdown
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.backend import (
-    BackendRequest,
-    Event,
-    Finished,
-    Piece,
-    Started,
-)
+from kvcache_rag_server.backend import BackendRequest, Event, Piece, Started
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.local import LocalBackend
-from kvcache_rag_server.settings import ServerSettings
-from kvcache_rag_server.shutdown import Shutdown
 from kvcache_rag_server.startup import server_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
     from pathlib import Path
+    from subprocess import Popen
 
     from fastapi import FastAPI
 
-CHAT = "/v1/chat/completions"
 LONG = 60.0  # seconds of grace that no test waits for
 SHORT = 1.0  # seconds of grace that tests wait for
 EXPLAIN = {"documents": ["A lamp."], "kvcache": {"policy": "reuse"}}
@@ -70,7 +48,8 @@ class Served:
 
     def __init__(self, app: FastAPI) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.address = self.listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
         self.server, self.shutdown = server_of(app), app.state.context.shutdown
         self.told = 0.0
         self._thread = threading.Thread(
@@ -82,16 +61,11 @@ class Served:
         self.told = self.told or time.monotonic()
         self.server.handle_exit(signal.SIGTERM, None)
 
-    @property
-    def seconds(self) -> float:
-        """Since it was told."""
-        return time.monotonic() - self.told
-
     def join(self) -> float:
         """Wait for the end; seconds since the signal."""
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive()
-        return self.seconds
+        return time.monotonic() - self.told
 
 
 @contextmanager
@@ -109,30 +83,27 @@ class Call(threading.Thread):
     """A request in a thread of its own.
 
     Attributes:
-        reply: Its answer, body included.
-        error: What ended it instead.
         seconds: When its answer was complete, on the monotonic clock.
     """
 
     def __init__(self, url: str, path: str = CHAT, **fields: Any) -> None:
         super().__init__()
-        self._send = partial(httpx.post, url + path, json=chat(**fields), timeout=DEADLINE)
-        self.reply: httpx.Response | None = None
-        self.error: Exception | None = None
+        self._url, self._body = url + path, chat(**fields)
+        self._got: httpx.Response | httpx.HTTPError | None = None
         self.seconds = 0.0
         self.start()
 
     def run(self) -> None:
         try:
-            self.reply = self._send()
+            self._got = httpx.post(self._url, json=self._body, timeout=DEADLINE)
         except httpx.HTTPError as error:
-            self.error = error
+            self._got = error
         self.seconds = time.monotonic()
 
     def done(self) -> httpx.Response:
         self.join(DEADLINE)
-        assert self.reply is not None, self.error
-        return self.reply
+        assert isinstance(self._got, httpx.Response), self._got
+        return self._got
 
 
 def ensure_refused(reply: httpx.Response) -> None:
@@ -152,25 +123,6 @@ def ensure_cut(reply: httpx.Response) -> list[Any]:
     *before, error, done = data_of(reply.text)
     assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
     return before
-
-
-class Paced:
-    """A script that says a word and waits until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.go_on, self.begun = threading.Event(), threading.Semaphore(0)
-
-    async def __call__(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
-        yield Started(0.0)
-        yield Piece("y")
-        self.begun.release()
-        while not self.go_on.is_set():
-            await asyncio.sleep(0.005)
-        yield Piece("es")
-        yield Finished(answer())
-
-    def wait(self) -> None:
-        assert self.begun.acquire(timeout=DEADLINE)
 
 
 def until(true: Any) -> None:
@@ -209,7 +161,7 @@ def test_no_connection_is_accepted_and_silent_ones_are_closed() -> None:
     pace = Paced()
     app, _ = scripted(pace, grace=LONG)
     with served(app) as server:
-        idle = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), DEADLINE)
+        idle = socket.create_connection(server.address, DEADLINE)
         running = Call(server.url, stream=True)
         pace.wait()
         server.end()
@@ -220,15 +172,6 @@ def test_no_connection_is_accepted_and_silent_ones_are_closed() -> None:
         pace.go_on.set()
         assert data_of(running.done().text)[-1] == "[DONE]"
         idle.close()
-
-
-def test_with_nothing_to_answer_it_ends_at_once() -> None:
-    app, _ = scripted(grace=LONG)
-    with served(app) as server:
-        assert httpx.get(f"{server.url}/ready").status_code == 200
-        server.end()
-        assert server.join() < LONG / 2
-    assert server.shutdown.is_complete
 
 
 # ---------------------------------------------------------------------- what runs
@@ -308,18 +251,14 @@ def test_a_stream_of_which_only_comments_were_sent_is_told_by_an_event() -> None
 @pytest.mark.usefixtures("long_margin")
 def test_a_body_that_does_not_come_is_refused_by_then() -> None:
     app, backend = scripted(grace=SHORT)
-    with served(app) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port), DEADLINE) as connection:
-            connection.sendall(
-                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                "Content-Length: 99\r\n\r\n{".encode()
-            )
-            until(lambda: server.server.server_state.tasks)
-            server.end()
-            got = b""
-            while more := connection.recv(4096):
-                got += more
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+    with served(app) as server, socket.create_connection(server.address, DEADLINE) as connection:
+        connection.sendall(f"{head}{{".encode())
+        until(lambda: server.server.server_state.tasks)
+        server.end()
+        got = b""
+        while more := connection.recv(4096):
+            got += more
     head, _, body = got.decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 503 ")
     assert "x-request-id: req_" in head
@@ -367,93 +306,43 @@ def test_a_client_that_reads_nothing_holds_nobody_up() -> None:
         await asyncio.Event().wait()
 
     app, _ = scripted(script, grace=SHORT)
-    with served(app) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        body = json.dumps(chat(stream=True)).encode()
-        with socket.create_connection(("127.0.0.1", port), DEADLINE) as connection:
-            connection.sendall(
-                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
-            assert is_full.wait(DEADLINE)
-            server.end()
-            server.join()
+    with served(app) as server, send(server.url, chat(stream=True)):
+        assert is_full.wait(DEADLINE)
+        server.end()
+        server.join()
     assert server.shutdown.is_complete
 
 
-def test_a_second_signal_waits_for_nothing() -> None:
+@pytest.mark.parametrize(("grace", "signals"), [(LONG, 2), (0, 1)])
+def test_at_a_second_signal_or_without_a_grace_what_runs_is_told_at_once(
+    grace: float, signals: int
+) -> None:
     pace = Paced()
-    app, _ = scripted(pace, grace=LONG)
+    app, _ = scripted(pace, grace=grace)
     with served(app) as server:
         calls = [Call(server.url, stream=stream) for stream in (True, False)]
         for _ in calls:
             pace.wait()
         server.end()
-        time.sleep(0.2)
-        assert all(call.is_alive() for call in calls)
-        server.end()
+        if signals == 2:
+            time.sleep(0.2)
+            assert all(call.is_alive() for call in calls)
+            server.end()
         ensure_cut(calls[0].done())
         ensure_refused(calls[1].done())
         assert server.join() < LONG / 2
 
 
-def test_without_a_grace_what_runs_is_told_at_once() -> None:
-    pace = Paced()
-    app, _ = scripted(pace, grace=0)
-    with served(app) as server:
-        running = Call(server.url, stream=True)
-        pace.wait()
-        server.end()
-        ensure_cut(running.done())
-        server.join()
-
-
 # ---------------------------------------------------------------------- a real model
-@pytest.fixture
-def valve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Valve]:
-    made = Valve(loaded()[0], monkeypatch)
-    yield made
-    made.open.set()
-
-
-def app_of_reader(**changes: Any) -> tuple[FastAPI, LocalBackend]:
-    backend = LocalBackend(reader(), name="tiny")
-    return build_app(backend, settings(**changes)), backend
-
-
-def ready(url: str) -> None:
-    until(lambda: httpx.get(f"{url}/ready", timeout=DEADLINE).status_code == 200)
-
-
-def test_what_waits_is_refused_at_once_and_what_runs_finishes(valve: Valve) -> None:
-    app, backend = app_of_reader(grace=LONG)
-    with served(app) as server:
-        ready(server.url)
-        valve.close()
-        running = Call(server.url, stream=True)
-        assert valve.held.wait(DEADLINE)
-        waiting = [Call(server.url, stream=stream) for stream in (True, False)]
-        explained = Call(server.url, "/v1/explain", **EXPLAIN)
-        until(lambda: backend._scheduler.stats()["waiting"] == 3)
-        server.end()
-        for call in (*waiting, explained):
-            ensure_refused(call.done())
-        assert running.is_alive()
-        valve.open.set()
-        assert data_of(running.done().text)[-1] == "[DONE]"
-        assert server.join() < LONG / 2
-    assert server.shutdown.is_complete
-
-
 @pytest.mark.usefixtures("long_margin")
 def test_a_forward_pass_that_does_not_end_is_not_waited_for(
-    valve: Valve, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shutdown, "MODEL_WAIT", 0.2)
-    app, _ = app_of_reader(grace=SHORT)
-    with served(app) as server:
-        ready(server.url)
+    valve = Valve(loaded()[0], monkeypatch)
+    backend = LocalBackend(reader(), name="tiny")
+    with served(build_app(backend, settings(grace=SHORT))) as server:
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=DEADLINE).status_code == 200)
         valve.close()
         running = Call(server.url)
         assert valve.held.wait(DEADLINE)
@@ -462,23 +351,6 @@ def test_a_forward_pass_that_does_not_end_is_not_waited_for(
         until(lambda: not server.shutdown.is_complete)
         valve.open.set()  # the loop's end waits for the thread; the command does not
         server.join()
-
-
-# ---------------------------------------------------------------------- settings
-@pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
-def test_a_grace_is_a_number_of_seconds(grace: float) -> None:
-    with pytest.raises(InvalidInputError, match="grace"):
-        ServerSettings(model="tiny", grace=grace)
-
-
-def test_the_margin_is_a_part_of_a_short_grace() -> None:
-    for grace, margin in ((0.0, 0.5), (5.0, 0.5), (10.0, 1.0), (100.0, 1.0)):
-        one = Shutdown(grace)
-        one.signal()
-        assert one._grace_ends() - one._margin_begins() == pytest.approx(margin)
-        one.signal()
-        assert one._margin_begins() <= time.monotonic()
-        assert one._model_wait_ends() <= time.monotonic() + 1.0
 
 
 # ---------------------------------------------------------------------- a process
@@ -505,36 +377,24 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 
 
 @contextmanager
-def process(seconds: float, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-c", SLOW, str(seconds), "tiny", "--port", "0", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as started:
-        killer = threading.Timer(DEADLINE * 2, started.kill)
-        killer.start()
-        try:
-            line = started.stdout.readline() if started.stdout else ""
-            found = re.search(r" at (http://[^ ]+)/v1,", line)
-            assert found, started.stderr.read() if started.stderr else line
-            started.send_signal(signal.SIGUSR1)
-            time.sleep(0.2)
-            yield started, found[1]
-        finally:
-            killer.cancel()
-            if started.poll() is None:
-                started.kill()
+def process(seconds: float, *words: str) -> Iterator[tuple[Popen[str], str]]:
+    command = ("-c", SLOW, str(seconds), "tiny", "--port", "0")
+    with started(*words, command=command) as (found, line):
+        found.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        yield found, url_of(line)
 
 
-def begun(url: str, key: str = "none") -> tuple[httpx.Client, Any, Any]:
-    """A stream of which the first text has come."""
-    http = httpx.Client(timeout=DEADLINE, headers={"authorization": f"Bearer {key}"})
+@contextmanager
+def begun(url: str, key: str) -> Iterator[Iterator[str]]:
+    """The lines of a stream of which the first text has come."""
     body = chat("Tell a long story.", stream=True, max_tokens=60, temperature=2, seed=1)
-    reply = http.send(http.build_request("POST", url + CHAT, json=body), stream=True)
-    lines = reply.iter_lines()
-    for line in lines:
-        if line.startswith("data: {") and '"content":"' in line:
-            break
-    return http, reply, lines
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.stream("POST", url + CHAT, json=body, headers=headers, timeout=DEADLINE) as reply:
+        lines = reply.iter_lines()
+        while not re.search(r'"content":"[^"]', next(lines)):
+            continue
+        yield lines
 
 
 def test_by_sighup_a_process_reads_its_keys_again_and_by_sigterm_it_ends_well(
@@ -543,46 +403,44 @@ def test_by_sighup_a_process_reads_its_keys_again_and_by_sigterm_it_ends_well(
     """A revoked key ends its stream, a new one is known; whoever waits at the end is told."""
     file = tmp_path / "keys"
     key = new_key(file, "acme")
-    with process(0.2, "--grace", "2", "--api-keys", str(file)) as (started, url):
-        http, _, lines = begun(url, key)
-        file.write_text("")
-        file.chmod(0o600)
-        other = new_key(file, "globex")
+    with process(0.2, "--grace", "2", "--api-keys", str(file)) as (server, url):
 
         def status(one: str) -> int:
-            os.kill(started.pid, signal.SIGHUP)
+            server.send_signal(signal.SIGHUP)
             headers = {"authorization": f"Bearer {one}"}
             return httpx.get(f"{url}/v1/models", headers=headers, timeout=DEADLINE).status_code
 
-        until(lambda: status(key) == 401)
-        assert status(other) == 200
-        error, done = data_of("\n".join(lines))[-2:]
+        with begun(url, key) as lines:
+            file.write_text("")
+            file.chmod(0o600)
+            other = new_key(file, "globex")
+            until(lambda: status(key) == 401)
+            assert status(other) == 200
+            error, done = data_of("\n".join(lines))[-2:]
         assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
-        http.close()
         file.unlink()
         assert [status(other) for _ in range(5)] == [200] * 5
-        http, _, lines = begun(url, other)
-        os.kill(started.pid, signal.SIGTERM)
-        error, done = data_of("\n".join(lines))[-2:]
+        with begun(url, other) as lines:
+            server.send_signal(signal.SIGTERM)
+            error, done = data_of("\n".join(lines))[-2:]
         assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
-        http.close()
-        _, complaints = started.communicate(timeout=DEADLINE)
-    assert started.returncode == 0
+        _, complaints = server.communicate(timeout=DEADLINE)
+    assert server.returncode == 0
     assert "stay as they were" in complaints
     assert key not in complaints
 
 
 def test_a_second_signal_ends_a_process_whose_model_is_stuck() -> None:
-    with process(DEADLINE, "--grace", str(LONG)) as (started, url):
+    with process(DEADLINE, "--grace", str(LONG)) as (server, url):
         running = Call(url)
         time.sleep(1.0)
-        os.kill(started.pid, signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert running.is_alive()
-        assert started.poll() is None
-        os.kill(started.pid, signal.SIGTERM)
+        assert server.poll() is None
+        server.send_signal(signal.SIGTERM)
         ensure_refused(running.done())
-        _, complaints = started.communicate(timeout=LONG / 2)
-    assert started.returncode == 1
+        _, complaints = server.communicate(timeout=LONG / 2)
+    assert server.returncode == 1
     assert "Traceback" not in complaints
     assert "ends with the process" in complaints

@@ -12,8 +12,6 @@ import pytest
 from serve_works import (
     QUESTION,
     TEXTS,
-    Prefills,
-    Valve,
     answer_of,
     events_of,
     eventually,
@@ -22,7 +20,7 @@ from serve_works import (
     make_work,
 )
 
-from kvcache_rag import Engine, MemoryStore
+from kvcache_rag import Answer, Engine, MemoryStore
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.backend import Failed, Finished
 from kvcache_rag_server.local import LocalBackend
@@ -66,18 +64,25 @@ def engine(tokenizer: CountingTokenizer) -> Engine:
     return found
 
 
-async def waited(backend: LocalBackend, valve: Valve, front: asyncio.Task[Any], work: Any) -> Any:
-    """The end of a request that waits behind another one until its chunks were prefetched."""
-    task = asyncio.create_task(events_of(backend, work))
-    await eventually(lambda: _is_prefetched(backend))
-    valve.open.set()
-    await front
-    return (await task)[-1]
+async def waited(backend: LocalBackend, patch: pytest.MonkeyPatch, work: Any) -> Answer:
+    """The answer to a request that waits behind another one until its chunks were prefetched."""
 
+    def is_prefetched() -> bool:
+        jobs = access.scheduler(backend)._queue.jobs()
+        return any(job.prefetch is not None and job.prefetch.done.done() for job in jobs)
 
-def _is_prefetched(backend: LocalBackend) -> bool:
-    jobs = access.scheduler(backend)._queue.jobs()
-    return any(job.prefetch is not None and job.prefetch.done.done() for job in jobs)
+    try:
+        valve, front = await held(backend, patch)
+        task = asyncio.create_task(events_of(backend, work))
+        await eventually(is_prefetched)
+        valve.open.set()
+        await front
+        last = (await task)[-1]
+    finally:
+        await backend.close()
+    assert isinstance(last, Finished)
+    assert last.answer.metrics.hits == {"memory": 3}
+    return last.answer
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
@@ -122,10 +127,7 @@ async def test_what_is_not_answered_from_is_neither_counted_nor_tokenised(
 
 @pytest.mark.parametrize("is_counted", [False, True])
 async def test_with_prefetch(
-    engine: Engine,
-    tokenizer: CountingTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    is_counted: bool,
+    engine: Engine, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch, is_counted: bool
 ) -> None:
     expected = engine.generate(QUESTION, TEXTS, max_new_tokens=8)
     tokenizer.calls.clear()
@@ -133,31 +135,9 @@ async def test_with_prefetch(
     work = make_work(1)
     if is_counted:
         await backend.count(work)
-    try:
-        valve, front = await held(backend, monkeypatch)
-        last = await waited(backend, valve, front, work)
-    finally:
-        await backend.close()
-    assert isinstance(last, Finished)
-    assert last.answer.text == expected.text
-    assert last.answer.metrics.hits == {"memory": 3}
+    answer = await waited(backend, monkeypatch, work)
+    assert answer.text == expected.text
     assert tokenizer.calls == dict.fromkeys(TEXTS, 1)
-
-
-async def test_a_new_document_is_tokenised_once_more_to_be_computed_ahead(
-    engine: Engine, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefills = Prefills(monkeypatch)
-    backend = LocalBackend(engine, prefetch="cpu", prefetch_after=0.0)
-    try:
-        valve, front = await held(backend, monkeypatch)
-        last = await waited(backend, valve, front, make_work(1, chunks=OTHERS))
-    finally:
-        await backend.close()
-    assert isinstance(last, Finished)
-    assert last.answer.metrics.hits == {"memory": 3}
-    assert sum(prefills.counts.values()) == 3
-    assert tokenizer.calls == dict.fromkeys(OTHERS, 2)
 
 
 @pytest.mark.parametrize("texts", [TEXTS, OTHERS])

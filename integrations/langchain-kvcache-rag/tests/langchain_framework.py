@@ -186,8 +186,8 @@ class LangChain(Framework):
     async def tools(self, llm: Any, question: str) -> list[Called]:
         return await self._asked(llm.bind_tools([add]), question)
 
-    async def thinking(self, llm: Any, question: str) -> list[Called]:
-        return await self._asked(llm, question)
+    async def thinking(self, llm: Any, question: str, **options: Any) -> list[Called]:
+        return await self._asked(llm.bind(**options), question)
 
     async def _asked(self, llm: Any, question: str) -> list[Called]:
         return [

@@ -42,9 +42,14 @@ class Geometry(Embeddings):
         return self.embed_documents([text])[0]
 
 
+def new_name() -> str:
+    """Of a collection that nobody has."""
+    return f"c-{uuid.uuid4().hex}"
+
+
 def memory_store(embedding: Embeddings | None = None, **options: Any) -> KVCacheChroma:
     """A store in memory, over a collection of its own."""
-    name = options.pop("collection_name", f"c-{uuid.uuid4().hex}")
+    name = options.pop("collection_name", new_name())
     return KVCacheChroma(
         name, embedding or Geometry(), client=chromadb.EphemeralClient(), **options
     )

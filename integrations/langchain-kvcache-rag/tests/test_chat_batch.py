@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import langchain_core.globals
 import pytest
-from chat_model_helpers import Recorder, Steps, details, over
+from chat_model_helpers import LONG, Recorder, Steps, details, over
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 
@@ -43,19 +44,22 @@ def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_batch_equals_its_singles_in_one_generate(llm: ChatKVCache, batches: list[int]) -> None:
+async def test_a_batch_equals_its_singles_in_one_generate(
+    llm: ChatKVCache, batches: list[int]
+) -> None:
     singles = [llm.invoke(question) for question in QUESTIONS]
     batches.clear()
-    answers = llm.batch(QUESTIONS)
-    assert batches == [3]
-    assert [one.text for one in answers] == [one.text for one in singles]
-    for answer, single in zip(answers, singles, strict=True):
-        assert answer.usage_metadata is not None
-        assert single.usage_metadata is not None
-        assert answer.usage_metadata["input_tokens"] == single.usage_metadata["input_tokens"]
-        assert details(answer)["cache_read"] > 0
-    assert [one.id for one in answers] != [None] * 3
-    assert len({one.id for one in answers}) == 3
+    for answers in (llm.batch(QUESTIONS), await llm.abatch(QUESTIONS)):
+        assert [one.text for one in answers] == [one.text for one in singles]
+        assert len({one.id for one in answers}) == 3
+        for answer, single in zip(answers, singles, strict=True):
+            counted, wanted = answer.usage_metadata, single.usage_metadata
+            assert counted
+            assert wanted
+            assert counted["input_tokens"] == wanted["input_tokens"]
+            assert details(answer)["cache_read"] > 0
+    assert batches == [3, 3]
+    assert llm.batch([]) == await llm.abatch([]) == []
 
 
 async def test_equal_prompts_get_a_sample_each(llm: ChatKVCache, batches: list[int]) -> None:
@@ -75,14 +79,12 @@ def test_questions_without_documents_are_answered_alone(
 
 
 def test_history_and_instruction_are_each_rows_own(llm: ChatKVCache, batches: list[int]) -> None:
-    spoken = [("human", "a"), ("ai", "b"), *QUESTIONS[0]]
     told = [SystemMessage("Be brief."), *QUESTIONS[1]]
+    inputs: list[Any] = [[("human", "a"), ("ai", "b"), *QUESTIONS[0]], told, QUESTIONS[2]]
     with pytest.warns(UserWarning, match="system message"):
-        answers = llm.batch([spoken, told, QUESTIONS[2]])
+        answers = llm.batch(inputs)
     assert batches == [3]
-    assert [one.text for one in answers] == [
-        llm.invoke(one).text for one in (spoken, told, QUESTIONS[2])
-    ]
+    assert [one.text for one in answers] == [llm.invoke(one).text for one in inputs]
     mismatches = [one.response_metadata["kv_cache"]["prefix_mismatch"] for one in answers]
     assert mismatches == [False, True, False]
 
@@ -101,14 +103,8 @@ def test_each_input_is_reported_as_a_call_of_its_own(llm: ChatKVCache, batches: 
     recorders = [Recorder() for _ in QUESTIONS]
     ids = [uuid.uuid4() for _ in QUESTIONS]
     configs: list[Any] = [
-        {
-            "callbacks": [recorder],
-            "run_name": f"run {index}",
-            "run_id": ids[index],
-            "tags": [f"tag {index}"],
-            "metadata": {"index": index},
-        }
-        for index, recorder in enumerate(recorders)
+        {"callbacks": [recorder], "run_name": f"run {at}", "run_id": id_, "tags": [f"tag {at}"]}
+        for at, (recorder, id_) in enumerate(zip(recorders, ids, strict=True))
     ]
     answers = llm.batch(QUESTIONS, config=configs)
     assert batches == [3]
@@ -116,41 +112,27 @@ def test_each_input_is_reported_as_a_call_of_its_own(llm: ChatKVCache, batches: 
         (start,), (end,) = recorder.starts, recorder.ends
         assert (start["name"], start["run_id"]) == (f"run {index}", ids[index])
         assert start["tags"] == [f"tag {index}"]
-        assert start["metadata"]["index"] == index
         assert end.generations[0][0].message == answer
         assert recorder.errors == recorder.tokens == []
 
 
-async def test_usage_of_a_batch_adds_up(llm: ChatKVCache) -> None:
-    llm.batch(QUESTIONS)
-    with get_usage_metadata_callback() as usage:
-        answers = [*llm.batch(QUESTIONS), *await llm.abatch(QUESTIONS)]
-    counted = usage.usage_metadata[llm.model]
-    read = sum(details(one)["cache_read"] for one in answers)
-    assert counted["input_token_details"]["cache_read"] == read > 0
-
-
 async def test_one_error_leaves_the_others_their_answers(llm: ChatKVCache) -> None:
-    inputs = [QUESTIONS[0], over("x" * 5000, "one"), QUESTIONS[1], over(" ", "one")]
+    """Nor does a row that no message can be made of."""
+    inputs: list[Any] = [QUESTIONS[0], over("x" * 5000, "one"), over(" ", "one"), [5], QUESTIONS[1]]
     recorder = Recorder()
     for answers in (
         llm.batch(inputs, config={"callbacks": [recorder]}, return_exceptions=True),
         await llm.abatch(inputs, return_exceptions=True),
     ):
-        assert answers[0].text == llm.invoke(inputs[0]).text
-        assert isinstance(answers[1], ContextTooLongError)
-        assert answers[2].text == llm.invoke(inputs[2]).text
-        assert isinstance(answers[3], InvalidInputError)
-    assert len(recorder.errors) == 2
-    assert len(recorder.ends) == 2
-
-
-async def test_an_error_is_raised_unless_asked_for(llm: ChatKVCache) -> None:
-    inputs = [QUESTIONS[0], over("x" * 5000, "one")]
+        first, *failures, last = answers
+        assert [first.text, last.text] == [llm.invoke(one).text for one in (inputs[0], inputs[-1])]
+        kinds = [ContextTooLongError, InvalidInputError, NotImplementedError]
+        assert [type(one) for one in failures] == kinds
+    assert (len(recorder.errors), len(recorder.ends)) == (2, 2)
     with pytest.raises(ContextTooLongError):
-        llm.batch(inputs)
+        llm.batch(inputs[:2])
     with pytest.raises(ContextTooLongError):
-        await llm.abatch(inputs)
+        await llm.abatch(inputs[:2])
     with pytest.raises(InvalidInputError, match="no model folder"):
         ChatKVCache(model="./no/such/model").batch(QUESTIONS)
 
@@ -227,10 +209,6 @@ async def test_a_row_that_a_callback_refuses_spoils_only_itself(
     assert batches == [3, 3, 1, 1, 1, 1]
 
 
-async def test_a_batch_of_none_is_empty(llm: ChatKVCache) -> None:
-    assert llm.batch([]) == await llm.abatch([]) == []
-
-
 async def test_a_batch_in_a_chain_streams_events(llm: ChatKVCache, batches: list[int]) -> None:
     async def ask(questions: Any) -> Any:
         return await llm.abatch(questions)
@@ -238,3 +216,28 @@ async def test_a_batch_in_a_chain_streams_events(llm: ChatKVCache, batches: list
     events = [event async for event in RunnableLambda(ask).astream_events(QUESTIONS)]
     names = [event["event"] for event in events]
     assert names.count("on_chat_model_start") == names.count("on_chat_model_end") == 3
+
+
+def test_an_interrupt_stops_a_batch(
+    llm: ChatKVCache, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting(Steps):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if self.count == 3:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return super().__call__(input_ids, scores)
+
+    steps, together = Interrupting(), engine.generate_batch
+
+    def slow(questions: Any, **options: Any) -> Any:
+        return together(questions, **options, logits_processor=[steps])
+
+    monkeypatch.setattr(engine, "generate_batch", slow)
+    # A shell's background job starts with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.batch([over("what?", "one"), over("who?", "one")], **LONG)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps.count == 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import enum
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -10,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from chat_model_helpers import LONG, Recorder, Steps, details, joined, over
-from langchain_core.caches import InMemoryCache
-from langchain_core.messages import HumanMessage, SystemMessage, trim_messages
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableGenerator
+from small import make_model, make_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, Metrics
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Metrics
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference
-from langchain_kvcache_rag import responses, settings
+from langchain_kvcache_rag import responses, settings, structured
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.pasted import PASTED_TOKENS
 
@@ -37,11 +40,11 @@ def test_what_messages_bring_is_no_control_token(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
     llm = ChatKVCache(engine=make_engine(chat=True), max_tokens=1)
-    model, seen = llm.engine.model, list[list[int]]()
+    model, seen = llm.engine.model, list[int]()
     generate = model.generate
 
     def note(ids: Any, **options: Any) -> Any:
-        seen.append(ids[0].tolist())
+        seen.append(ids[0].tolist().count(2))
         return generate(ids, **options)
 
     monkeypatch.setattr(model, "generate", note)
@@ -50,15 +53,9 @@ def test_what_messages_bring_is_no_control_token(
     ask([SystemMessage("a</s>b"), HumanMessage("a</s><s>b")])
     ask(over("what?", "one"))
     ask([SystemMessage("x</s>"), *over("what</s>?", "one</s>")])
-    chat, forged, over_one, over_forged = (ids.count(2) for ids in seen)
+    chat, forged, over_one, over_forged = seen
     assert (forged, over_forged) == (chat + 1, over_one)  # one for the system message
     assert llm.get_token_ids("a</s>") == [*llm.get_token_ids("a</"), *llm.get_token_ids("s>")]
-
-
-def test_empty_documents_leave_the_instruction(llm: ChatKVCache) -> None:
-    message = llm.invoke(over("what?", ""))
-    assert message.text == llm.engine.generate("what?", [], max_new_tokens=6).text
-    assert message.response_metadata["kv_cache"]["prefix_tokens"] > 0
 
 
 def test_without_documents_it_is_an_ordinary_chat_model(make_engine: Callable[..., Engine]) -> None:
@@ -93,35 +90,31 @@ def test_response_metadata_says_what_it_cost(llm: ChatKVCache) -> None:
     assert message.content_blocks == [{"type": "text", "text": message.text}]
     metadata = message.response_metadata
     assert metadata["model_name"] == llm.model_name == "LlamaForCausalLM"
-    assert metadata["model_provider"] == "kvcache-rag"
-    assert metadata["finish_reason"] == "length"
+    assert (metadata["model_provider"], metadata["finish_reason"]) == ("kvcache-rag", "length")
     (times,) = metadata["kv_cache"]["answers"]
     assert times["ttft"] > times["prefill"] > 0
     assert Metrics.from_dict(metadata["kv_cache"]).ttft == times["ttft"]
+    usage = message.usage_metadata
+    assert usage is not None
+    assert usage["input_tokens"] == len(llm.engine.tokenize("what?", ["one"]).all)
 
 
 def test_a_stream_adds_up_to_the_answer(llm: ChatKVCache) -> None:
     llm.invoke(over("what?", "one"))
     whole = llm.invoke(over("what?", "one"))
-    chunks = list(llm.stream(over("what?", "one")))
-    assert len(chunks) > 3
+    recorder = Recorder()
+    chunks = list(llm.stream(over("what?", "one"), config={"callbacks": [recorder]}))
     streamed = joined(chunks)
     assert streamed.content == whole.content
     assert streamed.usage_metadata == whole.usage_metadata
     assert streamed.response_metadata.keys() == whole.response_metadata.keys()
-    assert [bool(one.usage_metadata) for one in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert [bool(one.response_metadata) for one in chunks[:-1]] == [False] * (len(chunks) - 1)
-    assert chunks[-1].chunk_position == "last"
-
-
-def test_each_piece_is_reported_once(llm: ChatKVCache) -> None:
-    recorder = Recorder()
-    chunks = list(llm.stream(over("what?", "one"), config={"callbacks": [recorder]}))
     assert recorder.tokens == [chunk.content for chunk in chunks]
     assert len(recorder.starts) == len(recorder.ends) == 1
-    silent = Recorder()
-    llm.invoke(over("what?", "one"), config={"callbacks": [silent]})
-    assert silent.tokens == []
+    *pieces, last = chunks
+    assert len(pieces) > 2
+    assert not any(one.usage_metadata or one.response_metadata for one in pieces)
+    assert last.usage_metadata
+    assert last.chunk_position == "last"
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])
@@ -163,7 +156,6 @@ def test_stop_of_a_call_wins(engine: Engine) -> None:
     stopped = llm.invoke("Hello")
     assert stopped.text == text[: text.index(text[4])]
     assert stopped.response_metadata["finish_reason"] == "stop"
-    assert llm.invoke("Hello", stop=[text[2]]).text == text[: text.index(text[2])]
     assert joined(llm.stream("Hello")).content == stopped.text
     assert llm.bind(stop=[text[2]]).invoke("Hello").text == text[: text.index(text[2])]
 
@@ -174,29 +166,21 @@ def test_arguments_of_a_call_win(llm: ChatKVCache) -> None:
         assert usage is not None
         return usage["output_tokens"]
 
-    assert tokens() == 6
-    assert tokens(max_tokens=2) == 2
-    assert tokens(max_new_tokens=3) == 3
+    assert (tokens(), tokens(max_tokens=2), tokens(max_new_tokens=3)) == (6, 2, 3)
     assert tokens(max_tokens=300, min_new_tokens=300, timeout=0.05) < 300
-    metadata = llm.bind(policy=FullRecompute()).invoke(over("what?", "one")).response_metadata
-    assert metadata["kv_cache"]["policy"] == "FullRecompute()"
     # They say nothing to a question without documents.
     assert llm.invoke("Hello", policy=FullRecompute(), overflow="error").text
 
 
 def test_settings_reach_generation(engine: Engine) -> None:
-    plain = ChatKVCache(engine=engine, max_tokens=20)
-    greedy = plain.invoke("Hello").text
-    assert (
-        ChatKVCache(engine=engine, max_tokens=20, temperature=0, top_p=0.5).invoke("Hello").text
-        == greedy
-    )
-    sampled = ChatKVCache(engine=engine, max_tokens=20, temperature=1.5)
-    assert len({sampled.invoke("Hello").text for _ in range(3)}) == 3
-    one = ChatKVCache(engine=engine, max_tokens=20, temperature=1.5, top_k=1)
-    assert one.invoke("Hello").text == greedy
-    other = ChatKVCache(engine=engine, max_tokens=20, generate_kwargs={"repetition_penalty": 9.0})
-    assert other.invoke("Hello").text != greedy
+    def said(**settings: Any) -> str:
+        return ChatKVCache(engine=engine, max_tokens=20, **settings).invoke("Hello").text
+
+    greedy = said()
+    assert said(temperature=0, top_p=0.5) == greedy
+    assert len({said(temperature=1.5) for _ in range(3)}) == 3
+    assert said(temperature=1.5, top_k=1) == greedy
+    assert said(generate_kwargs={"repetition_penalty": 9.0}) != greedy
 
 
 def test_too_many_documents_take_several_rounds(make_engine: Callable[..., Engine]) -> None:
@@ -232,10 +216,8 @@ def test_a_bad_argument_of_a_call_is_said(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_token": 5}, "max_token is no argument of ChatKVCache; did you mean max_tokens"),
         ({"model_name": "other"}, "model and model_name differ"),
         ({"temperature": -1.0}, "temperature cannot be used"),
-        ({"policy": "Reuse()"}, r"there is no policy 'reuse\(\)'; did you mean reuse"),
         ({"template": 7}, "template cannot be used"),
     ],
 )
@@ -263,42 +245,14 @@ def test_a_model_is_loaded_once_and_keeps_its_kv(tmp_path: Any) -> None:
     assert llm.model_copy(update={"system_prompt": "Other."}).engine is not llm.engine
 
 
-def test_threads_load_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Any] = []
-    real = settings.open_engine
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        loaded.append(arguments)
-        time.sleep(0.05)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(settings, "open_engine", slow)
-    llm = ChatKVCache(model="tiny", max_tokens=2)
-    assert loaded == []
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(llm.invoke, ["Hello"] * 4))
-    assert loaded == [("tiny",)]
-    assert len({answer.text for answer in answers}) == 1
-
-
 def test_a_system_prompt_begins_a_chat_too(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = ChatKVCache(model="tiny", max_tokens=4, system_prompt="Rhyme.")
     seen: list[Any] = []
-    render = llm.engine.render_chat
-    monkeypatch.setattr(
-        llm.engine, "render_chat", lambda turns: seen.append(turns) or render(turns)
-    )
+    real = llm.engine.render_chat
+    monkeypatch.setattr(llm.engine, "render_chat", lambda turns: seen.append(turns) or real(turns))
     llm.invoke("Hello")
     llm.invoke([("system", "Count."), ("human", "Hello")])
     assert [turns[0]["content"] for turns in seen] == ["Rhyme.", "Count."]
-
-
-def test_configurable_fields_share_the_engine(llm: ChatKVCache) -> None:
-    chosen = llm.configurable_fields(max_tokens=ConfigurableField(id="length"))
-    message = chosen.with_config(configurable={"length": 2}).invoke(over("what?", "one"))
-    assert message.usage_metadata is not None
-    assert message.usage_metadata["output_tokens"] == 2
-    assert len(list(chosen.with_config(configurable={"length": 3}).stream("Hello"))) > 2
 
 
 PASTED = "Answer from this context: " + "x" * 400
@@ -317,66 +271,23 @@ def test_pasted_context_warns_once(llm: ChatKVCache, messages: Any) -> None:
     assert second.response_metadata["kv_cache"]["prompt"] == "pasted"
 
 
-def test_pasted_context_is_counted_in_tokens(llm: ChatKVCache) -> None:
+def test_what_is_no_pasted_context_is_not_warned_of(llm: ChatKVCache) -> None:
+    def kind(messages: Any) -> str:
+        return str(llm.invoke(messages).response_metadata["kv_cache"]["prompt"])
+
     def of_tokens(count: int) -> str:
         return next(t for n in range(1, 9999) if len(llm.engine.brought_ids(t := "x" * n)) == count)
 
-    llm.invoke(of_tokens(PASTED_TOKENS))  # warnings are errors
-    with pytest.warns(UserWarning, match="KVCacheRAG"):
-        llm.invoke(of_tokens(PASTED_TOKENS + 1))
-
-
-def test_what_the_model_said_is_not_pasted(llm: ChatKVCache) -> None:
-    llm.invoke([("human", "what?"), ("ai", PASTED), ("human", "why?")])
-
-
-def test_a_long_question_is_none_that_documents_were_pasted_into(llm: ChatKVCache) -> None:
     document = "The cat sat on the mat for days."
-    chunked = llm.invoke(over("what?", document))
-    plain = llm.invoke(PASTED)  # no warning: what is handed over elsewhere does not stand in it
+    assert kind([("human", "what?"), ("ai", PASTED), ("human", "why?")]) == "plain"
+    assert kind(of_tokens(PASTED_TOKENS)) == "plain"
+    assert kind(over("what?", document)) == "reused"
+    assert kind(PASTED) == "plain", "what is handed over elsewhere does not stand in it"
+    with pytest.warns(UserWarning, match=r"nothing of it can be reused.*KVCacheRAG"):
+        assert kind(f"{PASTED}\n\n{document}\n\nWho sat?") == "pasted"
+    apart = ChatKVCache(engine=llm.engine, max_tokens=6)
     with pytest.warns(UserWarning, match="nothing of it can be reused"):
-        pasted = llm.invoke(f"{PASTED}\n\n{document}\n\nWho sat?")
-    kinds = [one.response_metadata["kv_cache"]["prompt"] for one in (chunked, plain, pasted)]
-    assert kinds == ["reused", "plain", "pasted"]
-
-
-def test_another_instruction_warns_once_and_is_said(
-    llm: ChatKVCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    real = llm.engine.generate
-
-    def spy(question: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(question)
-        return real(question, *arguments, **options)
-
-    monkeypatch.setattr(llm.engine, "generate", spy)
-    messages = [SystemMessage("Be brief."), *over("what?", "one")]
-    with pytest.warns(UserWarning, match="system_prompt="):
-        first = llm.invoke(messages)
-    assert llm.invoke(messages).text == first.text
-    assert asked == ["Be brief.\n\nwhat?"] * 2
-    assert first.response_metadata["kv_cache"]["prefix_mismatch"]
-    same = llm.invoke([SystemMessage("Read."), *over("what?", "one")])
-    assert not same.response_metadata["kv_cache"]["prefix_mismatch"]
-
-
-def test_langchains_cache_of_answers_holds(llm: ChatKVCache) -> None:
-    steps: list[Any] = []
-
-    def count(ids: Any, scores: Any) -> Any:  # a `Steps` is another one with every step
-        steps.append(ids)
-        return scores
-
-    cached = llm.model_copy(update={"cache": InMemoryCache()})
-    question = over("what?", "one")
-    options = {"logits_processor": [count]}
-    first = cached.invoke(question, **options)
-    assert cached.invoke(question, **options).text == first.text
-    assert len(steps) == 6
-    shorter = cached.model_copy(update={"max_tokens": 2})
-    assert shorter.invoke(question, **options).text != first.text
-    assert len(steps) == 8
+        apart.invoke(of_tokens(PASTED_TOKENS + 1))
 
 
 def test_traces_name_the_model(llm: ChatKVCache) -> None:
@@ -393,9 +304,12 @@ def test_traces_name_the_model(llm: ChatKVCache) -> None:
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(llm: ChatKVCache) -> None:
     assert llm.get_num_tokens("four") == 4
-    messages = [HumanMessage("a" * 50), HumanMessage("b" * 5)]
-    kept = trim_messages(messages, max_tokens=30, token_counter=llm)
-    assert kept == messages[1:]
+    asked = over("what?", "x" * 500)
+    assert llm.get_num_tokens_from_messages(asked) > 500, "those of documents, too"
+    history = [*asked, AIMessage("a"), HumanMessage("and?")]
+    assert trim_messages(history, max_tokens=100, token_counter=llm) == history[1:]
+    counting = llm.model_copy(update={"custom_get_token_ids": lambda text: [0] * len(text)})
+    assert counting.get_num_tokens_from_messages(asked) == len("Human: what?") + 500
 
 
 def test_what_is_no_tool_is_refused(llm: ChatKVCache) -> None:
@@ -405,3 +319,133 @@ def test_what_is_no_tool_is_refused(llm: ChatKVCache) -> None:
         llm.bind_tools([{"type": "web_search"}])
     with pytest.raises(InvalidInputError, match="is no function"):
         llm.invoke("?", tools=[{"type": "function"}])
+    with pytest.raises(InvalidInputError, match="tool_choice must be"):
+        llm.bind_tools([{"name": "look_up", "description": "Looks up."}], tool_choice="look")
+
+
+def test_what_is_not_kept_is_not_counted_as_written_to_the_cache(llm: ChatKVCache) -> None:
+    asked = over("what?", "one")
+    assert details(llm.invoke(asked, policy=FullRecompute()))["cache_creation"] == 0
+    assert details(llm.invoke(asked))["cache_creation"] > 0
+
+
+# ---------------------------------------------------------------------- templates and schemas
+TWO_ROLES = (
+    "{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "<{{ message['role'] }}>{{ message['content'] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SystemMessage("Be brief."), HumanMessage("hi")],
+        [HumanMessage("a"), AIMessage("b"), SystemMessage("Be brief."), HumanMessage("c")],
+        [SystemMessage("Be brief.")],
+    ],
+)
+def test_a_template_without_a_system_role_is_given_none(messages: list[Any]) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = TWO_ROLES
+    engine = Engine(make_model(), tokenizer, store=MemoryStore())
+    llm = ChatKVCache(engine=engine, max_tokens=6)
+    told = [HumanMessage(one.text) if one.type == "system" else one for one in messages]
+    assert llm.invoke(messages).text == llm.invoke(told).text
+    with pytest.raises(InvalidInputError, match="roles must alternate"):
+        llm.invoke([AIMessage("hello"), HumanMessage("hi")])
+
+
+BOOLEAN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        BOOLEAN,
+        {"name": "f", "parameters": BOOLEAN},
+        {"name": "f", "description": "d", "input_schema": BOOLEAN},
+        {"type": "function", "function": {"name": "f", "parameters": BOOLEAN}},
+        {"type": "json_schema", "json_schema": {"name": "f", "strict": True, "schema": BOOLEAN}},
+    ],
+)
+def test_every_way_to_write_a_schema_is_read(written: Any) -> None:
+    assert structured.json_schema(written) == BOOLEAN
+
+
+@pytest.mark.parametrize("schema", [None, "boolean", [BOOLEAN], int, Colour, {}, {"name": "f"}])
+def test_what_says_nothing_is_no_schema(schema: Any) -> None:
+    with pytest.raises(InvalidInputError, match="a schema is a pydantic class") as caught:
+        structured.json_schema(schema)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- engines
+def test_a_config_cannot_change_a_given_engine(llm: ChatKVCache) -> None:
+    other: Any = llm.configurable_fields(system_prompt=ConfigurableField(id="system"))
+    assert other.invoke("Hello").text == llm.invoke("Hello").text
+    changed = other.with_config(configurable={"system": "Be brief."})
+    for question in ("Hello", over("what?", "one")):
+        with pytest.raises(InvalidInputError, match="system_prompt belong to the engine"):
+            changed.invoke(question)
+
+
+@pytest.fixture
+def opened(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The context window of each engine that is opened."""
+    windows: list[Any] = []
+
+    def open_engine(*_: Any, context_window: int | None, **__: Any) -> Engine:
+        windows.append(context_window)
+        time.sleep(0.05)
+        return make_engine(context_window=context_window)
+
+    monkeypatch.setattr(settings, "open_engine", open_engine)
+    return windows
+
+
+def test_what_a_config_loads_is_loaded_once(opened: list[Any]) -> None:
+    llm: Any = ChatKVCache(model="m", max_tokens=6).configurable_fields(
+        context_window=ConfigurableField(id="window")
+    )
+    for window in (500, None, 600, 500, None, 600):
+        llm.with_config(configurable={"window": window} if window else {}).invoke("Hello")
+    assert opened == [500, None, 600]
+
+
+def test_threads_load_each_model_once(opened: list[Any]) -> None:
+    llm = ChatKVCache(model="m", max_tokens=6)
+    assert opened == []
+    copies = [llm.model_copy(update={"context_window": window}) for window in (500, 600, 700)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda one: one.invoke("Hello").text, [*copies, *copies]))
+    assert [one.engine.context_window for one in copies] == [500, 600, 700]
+    assert sorted(opened) == [500, 600, 700]
+    assert len({*answers}) == 1
+
+
+async def test_loading_for_a_config_does_not_block_the_loop(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, slow = threading.Event(), settings.open_engine
+
+    def open_slowly(*arguments: Any, **options: Any) -> Engine:
+        begin.wait(20)
+        return slow(*arguments, **options)
+
+    monkeypatch.setattr(settings, "open_engine", open_slowly)
+    llm = ChatKVCache(model="m", max_tokens=6)
+    first = asyncio.create_task(llm.ainvoke("Hello"))
+    other = llm.model_copy(update={"context_window": 500})
+    await asyncio.sleep(0.1)
+    second = asyncio.create_task(other.ainvoke("Hello"))
+    await asyncio.sleep(0.1)
+    begin.set()  # a loop that waited for the first model would not come here
+    assert (await first).text == (await second).text
+    assert sorted(opened, key=str) == [500, None]

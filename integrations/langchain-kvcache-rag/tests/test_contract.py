@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from langchain_framework import LangChain, add
 from sending import Row
 
 import langchain_kvcache_rag
+from kvcache_rag import InvalidInputError
 from langchain_kvcache_rag import (
     ChatKVCache,
     HashEmbeddings,
@@ -31,7 +33,10 @@ from langchain_kvcache_rag import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import ClassVar
+
+    from kvcache_rag import Engine
 
 
 class TestAnswers(AnswersContract):
@@ -107,3 +112,18 @@ class TestCopies(CopiesContract):
             deep = getattr(row.made(), "model_copy", None)
             if deep is not None:
                 assert row.says(deep(deep=True)) == row.says(row.made())
+
+    def test_a_copy_of_a_chain_shares_the_engine(self) -> None:
+        chain = KVCacheRAG(llm=ChatKVCache(model="tiny", stop=["a"]))
+        other: Any = copy.deepcopy(chain)
+        assert other.llm.engine is chain.llm.engine
+        other.llm.stop.append("b")
+        assert chain.llm.stop == ["a"]
+
+    def test_what_holds_a_given_engine_says_so(self, engine: Engine, tmp_path: Path) -> None:
+        folder = str(tmp_path)
+        store = KVCacheChroma("docs", HashEmbeddings(), persist_directory=folder, engine=engine)
+        for one in (KVCacheRAG(llm=ChatKVCache(engine=engine)), store.as_retriever()):
+            assert copy.deepcopy(one) is not None
+            with pytest.raises(InvalidInputError, match=r"engine.*cannot be pickled"):
+                pickle.dumps(one)

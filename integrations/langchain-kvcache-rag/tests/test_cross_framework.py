@@ -139,17 +139,19 @@ def test_deleting_in_one_framework_is_a_miss_in_the_other(
 def test_one_collection_may_be_opened_by_both(tmp_path: Path) -> None:
     index, chain = OfLlamaIndex(tmp_path), OfLangChain(tmp_path)
     index.ingest(TEXTS)
-    same = KVCacheChroma(
-        index.store.client.name,
-        DeterministicFakeEmbedding(size=384),
-        client=chromadb.EphemeralClient(),
-        llm=chain.llm,
-    )
+    embedding, client = DeterministicFakeEmbedding(size=384), chromadb.EphemeralClient()
+    same = KVCacheChroma(index.store.client.name, embedding, client=client, llm=chain.llm)
     found = same.get_by_ids([TEXTS[0]])
     assert [one.page_content for one in found] == TEXTS[:1]
     assert not any(key.startswith("kv_") for key in found[0].metadata)
     assert chain.ask(TEXTS[:1])[1]["misses"] == 0
+    same.add_texts(["Mine."], ids=["mine"])
     same.delete([TEXTS[0]])
+    assert sorted(one.get_content() for one in index.store.get_nodes()) == [
+        TEXTS[1],
+        TEXTS[2],
+        "Mine.",
+    ]
     chain.engine.store.sweep()
     assert not chain.engine.store.contains(chain.engine.keys(TEXTS)[0])
     assert index.ask(TEXTS[1:])[1]["misses"] == 0

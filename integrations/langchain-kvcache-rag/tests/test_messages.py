@@ -48,21 +48,12 @@ def pairs(asked: Grounded | Conversation) -> list[tuple[str, str]]:
 
 def test_a_document_is_a_standard_block() -> None:
     with_id = document_block(Document("text", id="7", metadata={"title": "T", "page": 3}))
-    assert with_id == {
-        "type": "text-plain",
-        "mime_type": "text/plain",
-        "text": "text",
-        "id": "7",
-        "title": "T",
-    }
+    kind = {"type": "text-plain", "mime_type": "text/plain"}
+    assert with_id == {**kind, "text": "text", "id": "7", "title": "T"}
     assert HumanMessage([with_id]).content_blocks == [with_id]
-
-
-def test_a_document_without_an_id_gets_one_of_its_text() -> None:
     first, again, other = (block(one)["id"] for one in ("text", "text", "other"))
-    assert first == again != other
+    assert first == again != other, "without an id it has one of its text"
     assert first.startswith("kv:sha256:")
-    assert len(first) == len("kv:sha256:") + 32
 
 
 def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
@@ -83,13 +74,12 @@ def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
     assert not asked.prefix_mismatch
 
 
-def test_a_question_over_nothing_is_still_one_over_documents() -> None:
+def test_what_adds_nothing_to_a_question() -> None:
+    own = [HumanMessage([block("a"), text("what?")])]
     assert grounded(HumanMessage([block(""), text("what?")])) == Grounded("what?", ())
-
-
-def test_a_message_of_documents_alone_is_no_turn() -> None:
-    asked = grounded(HumanMessage([block("a")]), HumanMessage("what?"))
-    assert asked == Grounded("what?", ("a",))
+    assert grounded(HumanMessage([block("a")]), HumanMessage("what?")) == grounded(*own)
+    for instruction in ("Read.", " Read.\n\n", SYSTEM):  # it is the engine's own
+        assert grounded(SystemMessage(instruction), *own) == Grounded("what?", ("a",))
 
 
 def test_consecutive_turns_of_one_role_are_joined() -> None:
@@ -105,16 +95,13 @@ def test_consecutive_turns_of_one_role_are_joined() -> None:
     assert pairs(plain) == [("user", "one\n\ntwo"), ("assistant", "three")]
 
 
-def test_a_system_message_of_ones_own_stands_in_the_question() -> None:
+def test_instructions_of_ones_own_stand_in_the_question() -> None:
     asked = grounded(SystemMessage("Be brief."), HumanMessage([block("a"), text("what?")]))
-    assert asked.question == "Be brief.\n\nwhat?"
-    assert asked.prefix_mismatch
-
-
-@pytest.mark.parametrize("instruction", ["Read.", " Read.\n\n", SYSTEM])
-def test_the_engines_own_system_message_is_there_already(instruction: str) -> None:
-    asked = grounded(SystemMessage(instruction), HumanMessage([block("a"), text("what?")]))
-    assert asked == Grounded("what?", ("a",))
+    assert (asked.question, asked.prefix_mismatch) == ("Be brief.\n\nwhat?", True)
+    over = read_messages([HumanMessage([block("a"), text("what?")])], SYSTEM, " In JSON.")
+    assert over == Grounded("what? In JSON.", ("a",))
+    plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
+    assert plain == Conversation(({"role": "user", "content": "what? In JSON."},))
 
 
 def test_what_a_tool_said_is_a_user_turn_behind_chunks_and_a_tool_turn_without() -> None:
@@ -167,17 +154,14 @@ def test_documents_that_a_tool_hands_over_are_chunks_where_they_stand_in_what_it
     assert conversation(HumanMessage("look"), inside).turns[-1]["content"] == "redder"
 
 
-def test_thoughts_are_not_repeated() -> None:
+def test_roles_have_many_names_and_thoughts_are_not_repeated() -> None:
     content: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, text("answer")]
-    asked = conversation(HumanMessage("what?"), AIMessage(content), HumanMessage("and?"))
-    assert pairs(asked)[1] == ("assistant", "answer")
-
-
-def test_roles_have_many_names() -> None:
     asked = conversation(
-        ChatMessage("a", role="developer"), ChatMessage("b", role="user"), HumanMessage(["c", "d"])
+        *(ChatMessage("a", role="developer"), ChatMessage("b", role="user")),
+        *(HumanMessage(["c", "d"]), AIMessage(content), HumanMessage("and?")),
     )
-    assert pairs(asked) == [("system", "a"), ("user", "b\n\nc\nd")]
+    turns = [("system", "a"), ("user", "b\n\nc\nd"), ("assistant", "answer"), ("user", "and?")]
+    assert pairs(asked) == turns
 
 
 @pytest.mark.parametrize(
@@ -209,9 +193,28 @@ def test_what_cannot_be_asked_is_said_in_one_sentence(
         read_messages(messages, SYSTEM)
 
 
-def test_an_instruction_for_the_answer_stands_last() -> None:
-    over = read_messages([HumanMessage([block("a"), text("what?")])], SYSTEM, " In JSON.")
-    assert isinstance(over, Grounded)
-    assert over.question == "what? In JSON."
-    plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
-    assert plain == Conversation(({"role": "user", "content": "what? In JSON."},))
+@pytest.mark.parametrize(
+    ("name", "scores", "counted"),
+    [
+        ("relevance_score", (1, 2, 3), (1.0, 2.0, 3.0)),
+        ("relevance_score", (0.1, "0.2", 0.9), None),
+        ("relevance_score", (0.1, True, 0.9), None),
+        ("score", (0.1, 0.2, 0.9), None),  # which may be a distance
+    ],
+)
+def test_scores_count_where_every_document_has_one(name: str, scores: Any, counted: Any) -> None:
+    blocks: list[Any] = [
+        document_block(Document(text, metadata={name: score}))
+        for text, score in zip("abc", scores, strict=True)
+    ]
+    assert grounded(HumanMessage([*blocks, text("?")])).scores == counted
+
+
+def test_of_equal_documents_the_highest_score_counts_and_empty_ones_have_none() -> None:
+    given = (("a", 0.1), ("b", 0.2), (" ", 3.0), ("a", 0.5), ("b", 0.1))
+    blocks: list[Any] = [
+        document_block(Document(words, metadata={"relevance_score": score}))
+        for words, score in given
+    ]
+    asked = grounded(HumanMessage([*blocks, block(" "), text("?")]))
+    assert (asked.texts, asked.scores) == (("a", "b"), (0.5, 0.2))

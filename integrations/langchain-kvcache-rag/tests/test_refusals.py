@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,9 +23,12 @@ if TYPE_CHECKING:
 
 
 NONE: Any = RunnableLambda(lambda messages: messages)
-QUESTION = "Who sat?"
 DOCUMENTS = [Document("The cat sat on the mat."), Document("A dog ran away.")]
 TURNS = [("human", "Hello."), ("ai", "Good day.")]
+
+
+def rag(**fields: Any) -> KVCacheRAG:
+    return KVCacheRAG(NONE, **fields)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +37,8 @@ TURNS = [("human", "Hello."), ("ai", "Good day.")]
         (KVCacheChroma, "persist_dirctory", "did you mean persist_directory?"),
         (KVCacheChroma, "options", "leave it out"),
         (HashEmbeddings, "dimension", "did you mean dimensions?"),
-        (
-            lambda **fields: KVCacheRAG(NONE, **fields),
-            "doc_prompt",
-            "did you mean document_prompt?",
-        ),
-        (
-            lambda **fields: KVCacheRAG(NONE, **fields),
-            "policy",
-            "say it by ChatKVCache(policy=...)",
-        ),
+        (rag, "doc_prompt", "did you mean document_prompt?"),
+        (rag, "policy", "say it by ChatKVCache(policy=...)"),
     ],
 )
 def test_of_the_others(make: Callable[..., Any], given: str, said: str) -> None:
@@ -53,7 +47,6 @@ def test_of_the_others(make: Callable[..., Any], given: str, said: str) -> None:
     assert str(told.value).endswith(f"; {said}")
 
 
-# ---------------------------------------------------------------------- documents
 def test_what_is_no_document(llm: ChatKVCache) -> None:
     with pytest.raises(InvalidInputError, match=r"not a str; give Document\(text\)$"):
         document_block("a text")
@@ -64,26 +57,20 @@ def test_what_is_no_document(llm: ChatKVCache) -> None:
         llm.prefill([3])  # type: ignore[list-item]  # likewise
 
 
-# ---------------------------------------------------------------------- earlier turns
 def test_earlier_turns_under_another_name_are_told(llm: ChatKVCache) -> None:
-    rag, asked = KVCacheRAG(llm), {"question": QUESTION, "context": DOCUMENTS}
+    chain, asked = KVCacheRAG(llm), {"question": "Who sat?", "context": DOCUMENTS}
     with pytest.warns(UserWarning, match="does not read 'history'; give .* \"chat_history\"$"):
-        rag.invoke({**asked, "history": TURNS})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        more: list[dict[str, Any]] = [
-            {"history": []},
-            {"history_id": "7", "chat_id": 3, "output": "?"},
-            {"history": TURNS, "chat_history": TURNS},
-        ]
-        for one in more:
-            rag.invoke({**asked, **one})
-
-
-# ---------------------------------------------------------------------- what is no Unicode
-LONE = "A \ud800 cat."
+        chain.invoke({**asked, "history": TURNS})
+    # Else not a word: warnings are errors here.
+    more: list[dict[str, Any]] = [
+        {"history": []},
+        {"history_id": "7", "chat_id": 3, "output": "?"},
+        {"history": TURNS, "chat_history": TURNS},
+    ]
+    for one in more:
+        chain.invoke({**asked, **one})
 
 
 def test_an_id_that_is_not_unicode_is_told(llm: ChatKVCache) -> None:
     with pytest.raises(InvalidInputError, match="is not valid Unicode"):
-        memory_store(llm=llm).get_by_ids([LONE])
+        memory_store(llm=llm).get_by_ids(["A \ud800 cat."])

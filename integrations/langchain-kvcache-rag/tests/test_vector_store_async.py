@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import access
 import chromadb
 import pytest
 from langchain_core.documents import Document
-from store_helpers import Geometry, library, memory_store, texts_of
+from store_helpers import Geometry, library, memory_store, new_name, texts_of
 
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
@@ -30,15 +29,10 @@ def store(llm: ChatKVCache) -> KVCacheChroma:
 
 
 async def test_every_async_form(llm: ChatKVCache, prefilled: Callable[[], int]) -> None:
-    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "llm": llm}
-    name = f"c-{uuid.uuid4().hex}"
-    store = await KVCacheChroma.afrom_documents(
-        library(), Geometry(), collection_name=name, **options
-    )
+    of: dict[str, Any] = {"client": chromadb.EphemeralClient(), "collection_name": new_name()}
+    store = await KVCacheChroma.afrom_documents(library(), Geometry(), llm=llm, **of)
     assert prefilled() == 6
-    same = await KVCacheChroma.afrom_texts(
-        ["red fox"], Geometry(), collection_name=name, ids=["h"], **options
-    )
+    same = await KVCacheChroma.afrom_texts(["red fox"], Geometry(), ids=["h"], llm=llm, **of)
     assert isinstance(same, KVCacheChroma)
     assert prefilled() == 0
     assert await store.aadd_documents([Document("new", id="i")]) == ["i"]
@@ -47,16 +41,18 @@ async def test_every_async_form(llm: ChatKVCache, prefilled: Callable[[], int]) 
     assert prefilled() == 2
     found = await store.aget_by_ids(["j", "nope"])
     assert found == [Document("newer", id="j", metadata={"page": 1})]
-    assert await store.aget_by_ids([]) == []
-    assert await store.asimilarity_search("newer", k=1) == found
-    assert await store.asimilarity_search("red fox", k=9, filter={"page": 1}) == found
+    vector = Geometry().embed_query("newer")
+    for one in (
+        store.asimilarity_search("newer", k=1),
+        store.asimilarity_search("red fox", k=9, filter={"page": 1}),
+        store.asimilarity_search_by_vector(vector, k=1),
+        store.amax_marginal_relevance_search("newer", k=1),
+        store.amax_marginal_relevance_search_by_vector(vector, k=1),
+        store.as_retriever(search_kwargs={"k": 1}).ainvoke("newer"),
+    ):
+        assert await one == found
     assert (await store.asimilarity_search_with_score("newer", k=1))[0][1] < 1e-6
     assert (await store.asimilarity_search_with_relevance_scores("newer", k=1))[0][0] == found[0]
-    vector = Geometry().embed_query("newer")
-    assert await store.asimilarity_search_by_vector(vector, k=1) == found
-    assert await store.amax_marginal_relevance_search("newer", k=1) == found
-    assert await store.amax_marginal_relevance_search_by_vector(vector, k=1) == found
-    assert await store.as_retriever(search_kwargs={"k": 1}).ainvoke("newer") == found
     await store.aupdate_document("j", Document("newest"))
     await store.aupdate_documents(["i"], [Document("newest")])
     await store.aupdate_documents([], [])
@@ -88,10 +84,7 @@ WAITS: dict[str, Callable[[KVCacheChroma], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("name", WAITS)
 async def test_event_loop_keeps_ticking(
-    name: str,
-    store: KVCacheChroma,
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, store: KVCacheChroma, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add_texts(["old"], ids=["a"])
     raw: Any = access.collection(store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -11,7 +10,7 @@ import chromadb
 import pytest
 from chromadb.api.types import SearchResult
 from langchain_core.documents import Document
-from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
+from store_helpers import Geometry, memory_store, metadata_of, new_name, survivors, texts_of
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.generation import StoredChunk
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
 
+    Count = Callable[[], int]
+
 
 @pytest.fixture
 def store(llm: ChatKVCache) -> KVCacheChroma:
@@ -36,9 +37,7 @@ def vectors(count: int) -> list[list[float]]:
     return [[1.0, float(at), 0.0, 0.0, 0.0] for at in range(count)]
 
 
-def test_add_leaves_existing_rows_as_they_are(
-    store: KVCacheChroma, prefilled: Callable[[], int]
-) -> None:
+def test_add_leaves_existing_rows_as_they_are(store: KVCacheChroma, prefilled: Count) -> None:
     collection: Any = access.collection(store)
     collection.add(ids=["a"], documents=["one"], embeddings=vectors(1), metadatas=[{"x": 1}])
     collection.add(ids=["a", "b"], documents=["two", "three"], embeddings=vectors(2))
@@ -50,19 +49,7 @@ def test_add_leaves_existing_rows_as_they_are(
     assert "kv_key" in metadata_of(store, "c")
 
 
-def test_update_of_texts_alone_keeps_metadata(store: KVCacheChroma, engine: Engine) -> None:
-    held = survivors(engine)
-    store.add_texts(["a"], [{"x": 1}], ["1"])
-    collection: Any = access.collection(store)
-    collection.update(ids=["1", "2"], documents=["b", "c"], embeddings=vectors(2))
-    assert store.get()["metadatas"] == [{"x": 1}]
-    assert texts_of(store) == {"1": "b"}
-    assert held(*"abc") == "b"
-
-
-def test_what_has_no_text_is_chromas_own(
-    store: KVCacheChroma, prefilled: Callable[[], int]
-) -> None:
+def test_what_has_no_text_is_chromas_own(store: KVCacheChroma, prefilled: Count) -> None:
     collection: Any = access.collection(store)
     collection.upsert(ids=["a"], embeddings=vectors(1), metadatas=[{"x": 1}])
     collection.add(ids=["b"], embeddings=vectors(1), metadatas=[{"x": 2}], uris=["file:b"])
@@ -79,9 +66,9 @@ def test_what_has_no_text_is_chromas_own(
 
 
 def test_client_makes_collections_that_prefill(
-    store: KVCacheChroma, engine: Engine, prefilled: Callable[[], int]
+    store: KVCacheChroma, engine: Engine, prefilled: Count
 ) -> None:
-    held, client, name = survivors(engine), access.client(store), f"c-{uuid.uuid4().hex}"
+    held, client, name = survivors(engine), access.client(store), new_name()
     made: Any = client.create_collection(name, embedding_function=None)
     made.upsert(ids=["1"], documents=["a"], embeddings=vectors(1))
     assert prefilled() == 1
@@ -93,36 +80,23 @@ def test_client_makes_collections_that_prefill(
         client.delete_collection(name)
 
 
-def test_copies_are_not_endless(store: KVCacheChroma) -> None:
-    missing = "nothing_like_it"
-    for one in (access.client(store), access.collection(store)):
-        twin = copy.copy(one)
-        assert vars(twin) == vars(one)
-        with pytest.raises(AttributeError, match=missing):
-            getattr(twin, missing)
-        assert not hasattr(type(one).__new__(type(one)), "anything")
-
-
 def test_hybrid_search_shows_no_references(
     store: KVCacheChroma, llm: ChatKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add_texts(["Text.", "Bare."], [{"page": 1}, {}], ["a", "b"])
-    rows = [{"page": 1, **metadata_of(store, "a")}, metadata_of(store, "b")]
     # What a hosted database answers; a local one has no hybrid search.
     answer = SearchResult(
         ids=[["a", "b"]],
         documents=[["Text.", "Bare."]],
-        metadatas=[rows],
+        metadatas=[[metadata_of(store, id_) for id_ in "ab"]],
         embeddings=[None],
         scores=[[0.1, 0.2]],
         select=[[]],
     )
     raw: Any = access.collection(store)
     monkeypatch.setattr(raw.collection, "search", lambda *_: answer)
-    assert store.hybrid_search(chromadb.Search()) == [
-        Document("Text.", id="a", metadata={"page": 1}),
-        Document("Bare.", id="b"),
-    ]
+    found = [Document("Text.", id="a", metadata={"page": 1}), Document("Bare.", id="b")]
+    assert store.hybrid_search(chromadb.Search()) == found
     assert isinstance(llm.references.chunk("Bare.", llm.engine), StoredChunk)
     answer["metadatas"] = [None]
     assert raw.search(chromadb.Search())["metadatas"] == [None]
@@ -131,10 +105,7 @@ def test_hybrid_search_shows_no_references(
 
 
 def test_fork_prefills_too(
-    store: KVCacheChroma,
-    engine: Engine,
-    prefilled: Callable[[], int],
-    monkeypatch: pytest.MonkeyPatch,
+    store: KVCacheChroma, engine: Engine, prefilled: Count, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = survivors(engine)
     store.add_texts(["a"], ids=["1"])
@@ -148,12 +119,11 @@ def test_fork_prefills_too(
         return copied
 
     monkeypatch.setattr(raw.collection, "fork", fork)
-    forked = store.fork(f"c-{uuid.uuid4().hex}")
+    forked = store.fork(new_name())
     assert type(forked) is KVCacheChroma
     assert (forked.engine, forked.references) == (store.engine, store.references)
     forked.add_texts(["b"], ids=["2"])
-    assert prefilled() == 2
-    assert forked.prefill_missing() == 0
+    assert (forked.prefill_missing(), prefilled()) == (0, 2)
     store.delete()
     assert held(*"ab") == "b"  # what both had is computed again for the fork
     assert forked.prefill_missing() == 0
@@ -177,27 +147,33 @@ def test_model_that_cannot_be_loaded_is_known_before_rows_go(store: KVCacheChrom
     assert texts_of(broken) == {"1": "a"}
 
 
-def test_pictures_are_not_prefilled(
-    llm: ChatKVCache, prefilled: Callable[[], int], tmp_path: Path
-) -> None:
-    class Pictures(Geometry):
-        def embed_image(self, uris: list[str]) -> list[list[float]]:
-            return [[1.0, 0.0] for _ in uris]
+class Pictures(Geometry):
+    def embed_image(self, uris: list[str]) -> list[list[float]]:
+        return [[1.0, 0.0, 0.0, 0.0, 0.0] for _ in uris]
 
+
+def test_pictures_are_not_prefilled(llm: ChatKVCache, prefilled: Count, tmp_path: Path) -> None:
+    """One that takes the place of a text lets its chunk go."""
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"x" * 9000)
-    store = memory_store(Pictures(), llm=llm)
-    assert store.add_images([str(picture)] * 2, [{"page": 1}], ["a", "b"]) == ["a", "b"]
-    assert prefilled() == 0
+    held, store = survivors(llm.engine), memory_store(Pictures(), llm=llm)
+    store.add_texts([*"ab"], ids=["1", "2"])
+    made: list[Any] = ["1", None]
+    assert store.add_images([str(picture)] * 2, [{"page": 1}], made)[0] == "1"
+    assert (held(*"ab"), prefilled()) == ("b", 2)
     (found,) = store.similarity_search_by_image(str(picture), filter={"page": 1})
-    assert (found.id, found.metadata) == ("a", {"page": 1})
+    assert (found.id, found.metadata) == ("1", {"page": 1})
+    assert metadata_of(store, "1") == {"page": 1}
 
 
-def test_client_and_collection_are_chromas_for_those_who_ask(llm: ChatKVCache) -> None:
-    store = memory_store(llm=llm)
+def test_client_and_collection_are_chromas_for_those_who_ask(store: KVCacheChroma) -> None:
     client, collection = access.client(store), access.collection(store)
     assert isinstance(client, chromadb.ClientCreator)
-    assert isinstance(client, PrefilledClient)
     assert isinstance(collection, chromadb.Collection)
-    assert isinstance(collection, DocumentCollection)
-    assert type(copy.copy(client)) is PrefilledClient
+    for one, kind in ((client, PrefilledClient), (collection, DocumentCollection)):
+        twin = copy.copy(one)
+        assert type(twin) is kind
+        assert vars(twin) == vars(one)
+        # Looking for what is not there comes to an end, in what is half made too.
+        assert not hasattr(twin, "nothing_like_it")
+        assert not hasattr(kind.__new__(kind), "anything")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -12,9 +13,17 @@ import pytest
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, index
-from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
+from store_helpers import (
+    Geometry,
+    library,
+    memory_store,
+    metadata_of,
+    new_name,
+    survivors,
+    texts_of,
+)
 
-from kvcache_rag import DiskStore, InvalidInputError
+from kvcache_rag import InvalidInputError
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, References
 from langchain_kvcache_rag.chat_model import ChatKVCache
@@ -22,7 +31,6 @@ from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvcache_rag import Engine
 
@@ -59,9 +67,7 @@ def test_reading_tells_the_chat_model_where_the_kv_is(
     writer = memory_store(engine=engine)
     writer.add_texts(["Text."], ids=["a"])
     llm = ChatKVCache(engine=engine)
-    options: dict[str, Any] = {"collection_name": access.collection(writer).name, "llm": llm}
-    reader = memory_store(**options)
-    assert reader.references is llm.references
+    reader = memory_store(collection_name=access.collection(writer).name, llm=llm)
     assert llm.references.chunk("Text.", engine) == "Text."
     READS[name](reader)
     (key,) = engine.keys(["Text."])
@@ -73,7 +79,6 @@ def test_reading_tells_the_chat_model_where_the_kv_is(
 def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
     store.add_texts(["Old."], [{"page": 1}], ids=["a"])
     bare = memory_store(collection_name=access.collection(store).name)
-    assert (bare.engine, bare.references) == (None, None)
     assert bare.get_by_ids(["a"]) == [Document("Old.", id="a", metadata={"page": 1})]
     bare.add_texts(["New."], ids=["a"])
     assert metadata_of(bare, "a") == {}
@@ -82,11 +87,17 @@ def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
 
 
 def test_collection_without_references_needs_no_model() -> None:
+    class Unloaded:
+        references = References()
+
+        @property
+        def engine(self) -> Engine:
+            raise AssertionError("the model was loaded")
+
     llm: Any = Unloaded()
     store = memory_store(llm=llm)
-    Chroma(
-        access.collection(store).name, Geometry(), client=chromadb.EphemeralClient()
-    ).add_documents(library())
+    name, client = access.collection(store).name, chromadb.EphemeralClient()
+    Chroma(name, Geometry(), client=client).add_documents(library())
     assert len(store.similarity_search("red fox", k=9)) == 6
     store.delete(["a"])
     store.delete(where={"year": 2})
@@ -95,77 +106,43 @@ def test_collection_without_references_needs_no_model() -> None:
     store.delete_collection()
 
 
-class Unloaded:
-    """A chat model that must not be loaded."""
-
-    references = References()
-
-    @property
-    def engine(self) -> Engine:
-        raise AssertionError("the model was loaded")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"llm": ChatKVCache(model="x"), "engine": "y"}, "not both"),
         ({"llm": "gpt-7"}, "must be a ChatKVCache, not a str"),
+        ({"engine": "Qwen/Qwen2.5-0.5B"}, r"must be a kvcache_rag.Engine, not a str"),
     ],
 )
-def test_engine_is_said_once(options: dict[str, Any], message: str) -> None:
+def test_what_prefills_is_said_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         memory_store(**options)
 
 
 # ---------------------------------------------------------------------- progress
-def test_bar(
-    store: KVCacheChroma,
-    engine: Engine,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_progress_is_shown_where_it_is_wanted(
+    engine: Engine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
 
     def shown() -> bool:
         return "prefill" in capfd.readouterr().err
 
+    store, loud = memory_store(engine=engine), memory_store(engine=engine, show_progress=True)
     store.add_documents([Document("One.")])
     assert not shown()
     store.add_documents([Document("Two.")], show_progress=True)
     assert shown()
     store.add_texts(["Three."], show_progress=True)
     assert shown()
-    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "engine": engine}
-    name = f"c-{uuid.uuid4().hex}"
-    loud = KVCacheChroma.from_texts(
-        ["Four."], Geometry(), collection_name=name, show_progress=True, **options
-    )
+    loud.add_texts(["Four."])
     assert shown()
-    loud.add_texts(["Five."])
-    assert shown()
-    loud.add_texts(["Six."], show_progress=False)
+    loud.add_texts(["Five."], show_progress=False)
     assert not shown()
     engine.store.delete(engine.keys(["Four."])[0])
-    assert loud.prefill_missing(show_progress=False) == 0
-    assert not shown()
+    assert (loud.prefill_missing(show_progress=False), shown()) == (0, False)
     engine.store.delete(engine.keys(["Four."])[0])
-    assert loud.prefill_missing() == 0
-    assert shown()
-
-
-def test_from_documents_and_from_texts(llm: ChatKVCache, prefilled: Count) -> None:
-    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "llm": llm}
-    name = f"c-{uuid.uuid4().hex}"
-    one = KVCacheChroma.from_documents(library(), Geometry(), collection_name=name, **options)
-    assert isinstance(one, KVCacheChroma)
-    assert prefilled() == 6
-    two = KVCacheChroma.from_texts(
-        ["New.", "red fox"], Geometry(), [{"page": 1}, {}], ["n", "m"], name, **options
-    )
-    assert prefilled() == 1
-    assert len(texts_of(two)) == 8
-    assert metadata_of(two, "n")["page"] == 1
-    assert two.prefill_missing() == 0
+    assert (loud.prefill_missing(), shown()) == (0, True)
 
 
 # ---------------------------------------------------------------------- deleting and updating
@@ -185,21 +162,6 @@ def test_delete_releases_what_no_row_uses(store: KVCacheChroma, held: Held) -> N
     store.delete()
     assert held(*"abcde") == ""
     assert texts_of(store) == {}
-
-
-@pytest.mark.parametrize("way", ["add_texts", "add_documents", "update_document"])
-def test_replaced_row_releases_its_old_text(store: KVCacheChroma, held: Held, way: str) -> None:
-    store.add_texts(["a", "b", "b"], [{"old": 1}] * 3, ids=["1", "2", "3"])
-    for id_ in ("1", "2"):
-        if way == "add_texts":
-            store.add_texts(["n"], ids=[id_])
-        elif way == "add_documents":
-            store.add_documents([Document("n", id=id_)])
-        else:
-            store.update_document(id_, Document("n"))
-    assert held("a", "b", "n") == "bn"
-    assert metadata_of(store, "1").keys() == {*REFERENCE_KEYS}
-    assert metadata_of(store, "1")["kv_key"] == metadata_of(store, "2")["kv_key"]
 
 
 @pytest.mark.parametrize("way", ["delete_collection", "reset_collection"])
@@ -225,28 +187,6 @@ def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: 
 
 
 # ---------------------------------------------------------------------- failures
-def test_text_that_is_too_long_has_no_reference(
-    store: KVCacheChroma, held: Held, prefilled: Count
-) -> None:
-    """So an indexing run that deletes old versions loses nothing by it."""
-    long = "x" * 5000
-    store.add_texts(["b"], [{"page": 1}], ["1"])
-    with pytest.warns(UserWarning, match="row '1' written without a reference"):
-        store.add_texts([long, "a"], [{}, {"page": 2}], ["1", "2"])
-    with pytest.warns(UserWarning, match="row '2' written without a reference"):
-        store.update_documents(["2"], [Document(long)])
-    options: dict[str, Any] = {
-        "collection_name": access.collection(store).name,
-        "client": chromadb.EphemeralClient(),
-        "engine": store.engine,
-    }
-    with pytest.warns(UserWarning, match="row '3' written without a reference"):
-        KVCacheChroma.from_texts([long, "c"], Geometry(), ids=["3", "4"], **options)
-    assert texts_of(store) == {"1": long, "2": long, "3": long, "4": "c"}
-    assert [bool({*REFERENCE_KEYS} & {*metadata_of(store, id_)}) for id_ in "1234"] == [
-        False, False, False, True
-    ]  # fmt: skip
-    assert (held("a", "b", "c"), prefilled()) == ("c", 3)
 
 
 @pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])
@@ -290,10 +230,8 @@ async def test_documents_are_embedded_while_they_are_prefilled(
     elif way == "aadd_documents":
         await store.aadd_documents(library())
     else:
-        client = chromadb.EphemeralClient()
-        store = await KVCacheChroma.afrom_documents(
-            library(), Meeting(), client=client, collection_name=f"c-{uuid.uuid4().hex}", llm=llm
-        )
+        of: Any = {"client": chromadb.EphemeralClient(), "collection_name": new_name(), "llm": llm}
+        store = await KVCacheChroma.afrom_documents(library(), Meeting(), **of)
     assert texts_of(store) == {one.id: one.page_content for one in library()}
     assert all(set(REFERENCE_KEYS) <= metadata_of(store, one).keys() for one in texts_of(store))
 
@@ -305,13 +243,9 @@ def test_prefill_missing_fills_a_collection_of_the_stock_store(
     name, client = access.collection(store).name, chromadb.EphemeralClient()
     Chroma(name, Geometry(), client=client).add_documents(library())
     before = store.similarity_search_with_score("red fox", k=9)
-    store.add_texts(["added here"], ids=["g"])
-    assert prefilled() == 1
-    assert store.prefill_missing() == 6
-    assert prefilled() == 6
-    found = store.similarity_search_with_score("red fox", k=9)
-    assert [one for one in found if one[0].id != "g"] == before
-    assert all(set(REFERENCE_KEYS) <= set(metadata_of(store, id_)) for id_ in "abcdefg")
+    assert (store.prefill_missing(), prefilled()) == (6, 6)
+    assert store.similarity_search_with_score("red fox", k=9) == before
+    assert all(set(REFERENCE_KEYS) <= set(metadata_of(store, id_)) for id_ in "abcdef")
     (key,) = llm.engine.keys(["red fox"])
     assert llm.references.chunk("red fox", llm.engine) == StoredChunk(key, "red fox")
     assert (store.prefill_missing(), prefilled()) == (0, 0)
@@ -333,49 +267,148 @@ def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, he
     assert metadata_of(third, "4") == {}
 
 
-def test_text_of_two_collections_is_a_miss_for_the_other(
-    engine: Engine, held: Held, prefilled: Count
+# ---------------------------------------------------------------------- what went wrong once
+def stock(store: KVCacheChroma) -> Chroma:
+    """The stock store over the same collection."""
+    return Chroma(access.collection(store).name, Geometry(), client=chromadb.EphemeralClient())
+
+
+def test_threads_that_write_the_same_ids_leave_no_kv_behind(
+    store: KVCacheChroma, engine: Engine
 ) -> None:
-    one, two = memory_store(engine=engine), memory_store(engine=engine)
-    one.add_texts([*"ab"])
-    two.add_texts([*"bc"])
-    one.delete()
-    assert (held(*"abc"), prefilled()) == ("c", 3)
-    assert two.prefill_missing() == 0, "its references are right"
-    assert (held(*"abc"), prefilled()) == ("bc", 1)
+    def work(number: int) -> None:
+        for turn in range(15):
+            store.add_texts([f"{number} {turn % 4}", "shared"], ids=["1", "2"])
+            if turn % 2:
+                store.delete(["1", "2"])
 
-
-def test_rows_of_the_other_framework(store: KVCacheChroma, prefilled: Count) -> None:
-    sibling = pytest.importorskip("llama_index.kvcache_rag").KVCacheVectorStore
-    schema = pytest.importorskip("llama_index.core.schema")
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    kept: Any = engine.store
     raw: Any = access.collection(store)
-    theirs = sibling(raw.collection, engine=store.engine)
-    vector = Geometry().embed_query("Text.")
-    theirs.add([schema.TextNode(id_="a", text="Text.", embedding=vector)])
-    assert prefilled() == 1
-    (found,) = store.similarity_search("Text.")
-    assert found.page_content == "Text."
-    assert not set(REFERENCE_KEYS) & set(found.metadata)
-    store.add_texts(["Text.", "Mine."], ids=["b", "c"])
-    assert prefilled() == 1
-    assert sorted(node.get_content() for node in theirs.get_nodes()) == ["Mine.", "Text.", "Text."]
+    texts = ["shared", *(f"{number} {turn}" for number in range(6) for turn in range(4))]
+    held = {key.digest for key in engine.keys(texts) if kept.contains(key)}
+    assert held <= {one["kv_key"] for one in raw.collection.get()["metadatas"]}
 
 
-def test_folder_of_kv_outlives_the_process(
-    tmp_path: Path, make_engine: Callable[..., Engine]
+def test_delete_that_fails_midway_releases_what_is_gone(
+    engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def engine_of_today() -> Engine:
-        return make_engine(store=DiskStore(tmp_path / "kv"))
+    server: Any = access.client(access.collection(memory_store()))
+    monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
+    store = memory_store(engine=engine)
+    store.add_texts([*"abcd"], ids=[*"1234"])
+    raw: Any = access.collection(store)
+    delete, calls = raw.collection.delete, []
 
-    place = {"persist_directory": str(tmp_path / "chroma"), "embedding_function": Geometry()}
-    one = KVCacheChroma("docs", engine=engine_of_today(), **place)
-    one.add_texts(["First.", "Second."], ids=["a", "b"])
-    engine = engine_of_today()
-    two = KVCacheChroma("docs", engine=engine, **place)
-    assert two.prefill_missing() == 0
-    two.delete(["a"])
-    engine.store.sweep()
-    assert [engine.store.contains(key) for key in engine.keys(["First.", "Second."])] == [
-        False,
-        True,
-    ]
+    def second_fails(**which: Any) -> None:
+        calls.append(which)
+        if len(calls) == 2:
+            raise chromadb.errors.InternalError("disk full")
+        delete(**which)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(raw.collection, "delete", second_fails)
+        with pytest.raises(chromadb.errors.InternalError, match="disk full"):
+            store.delete([*"1234"])
+    assert (texts_of(store), held(*"abcd")) == ({"3": "c", "4": "d"}, "cd")
+    store.delete([*"1234"])
+    assert held(*"abcd") == ""
+
+
+def test_row_deleted_while_its_update_is_prefilled_stays_deleted(
+    store: KVCacheChroma, engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_texts([*"ab"], ids=["1", "2"])
+    add = engine.add
+
+    def deleting(*args: Any, **options: Any) -> Any:
+        store.delete(["1"])
+        return add(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add", deleting)
+        store.update_documents(["1", "2"], [Document("c"), Document("d")])
+    assert texts_of(store) == {"2": "d"}
+    assert held(*"abcd") == "d"
+
+
+def test_vectors_of_another_size_write_nothing(store: KVCacheChroma, engine: Engine) -> None:
+    stock(store).add_texts(["a"])
+    other = memory_store(
+        Geometry({"b": [1.0, 2.0]}), collection_name=access.collection(store).name, engine=engine
+    )
+    with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
+        other.add_texts(["b"])
+    assert [*texts_of(store).values()] == ["a"]
+
+
+def test_embedding_of_chroma_itself_fails_before_prefilling(
+    engine: Engine, prefilled: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Offline:
+        def embed_query(self, **_: Any) -> None:
+            raise OSError("no download today")
+
+        __call__ = embed_query
+
+    store = KVCacheChroma("plain", client=chromadb.EphemeralClient(), engine=engine)
+    raw: Any = access.collection(store)
+    monkeypatch.setattr(raw.collection, "_embedding_function", Offline())
+    with pytest.raises(OSError, match="no download today"):
+        store.add_texts(["a"])
+    assert prefilled() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "metadata", "id_", "message"),
+    [
+        ("a", {}, 1, "an id must be a text that is not empty, not 1"),
+        ("a", {}, "", "an id must be a text"),
+        ("a", {}, "\ud800", "the id .* is not valid Unicode"),
+        ("\udfff a", {}, "1", "the document of '1' is not valid Unicode"),
+        ("a", {"x": "\ud800"}, "1", "'x': .* in the metadata of '1' cannot be stored"),
+        ("a", {"x": ["y", "\ud800"]}, "1", "cannot be stored"),
+        ("a", {"": 1}, "1", "keys must not be empty"),
+        ("a", [("x", 1)], "1", "the metadata of '1' must be a dictionary"),
+        ("a", {"kv_key": "mine"}, "1", "'kv_key', which is where .* rename"),
+        (None, {}, "1", "the document of '1' must be a text, not None"),
+    ],
+)
+def test_what_chroma_cannot_store_is_known_before_prefilling(
+    store: KVCacheChroma, prefilled: Count, text: Any, metadata: Any, id_: Any, message: str
+) -> None:
+    vectors, texts = [[1.0, 2.0]] * 2, ["first", text]
+    with pytest.raises(InvalidInputError, match=message):
+        access.collection(store).upsert(["0", id_], vectors, [{}, metadata], texts)
+    assert (texts_of(store), prefilled()) == ({}, 0)
+
+
+def test_metadata_like_that_of_references_is_not_lost(store: KVCacheChroma) -> None:
+    store.add_texts(["a"], [{"kv_source": "mine"}], ["1"])
+    stock(store).add_texts(["b"], [{"kv_text": "mine"}], ["2"])
+    found = {one.id: one.metadata for one in store.get_by_ids(["1", "2"])}
+    assert found == {"1": {"kv_source": "mine"}, "2": {"kv_text": "mine"}}
+    # What the stock store read, references and all, can be added as it is.
+    read = stock(store).get_by_ids(["1"])
+    assert set(read[0].metadata) > {"kv_key"}
+    store.add_documents(read)
+    assert store.get_by_ids(["1"])[0].metadata == {"kv_source": "mine"}
+
+
+def test_limit_of_a_delete(store: KVCacheChroma) -> None:
+    store.add_texts([*"abc"], [{"x": 1}] * 3, [*"123"])
+    with pytest.raises(InvalidInputError, match="limit= needs where="):
+        store.delete(["1", "2"], limit=1)
+    assert len(texts_of(store)) == 3
+    store.delete(["1", "2"], where={"x": 1}, limit=1)
+    assert len(texts_of(store)) == 2
+
+
+def test_constructor_has_the_parameters_of_the_stock_store() -> None:
+    ours, theirs = (inspect.signature(one).parameters for one in (KVCacheChroma, Chroma))
+    defaults = {name: one.default for name, one in ours.items()}
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {name: (one.default, one.kind) for name, one in theirs.items()} == {
+        name: (defaults[name], ours[name].kind) for name in theirs
+    }

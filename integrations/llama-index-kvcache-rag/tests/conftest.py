@@ -13,57 +13,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index_helpers import Recorder
-from small import Loop, make_model, make_tokenizer
+from small import make_model
 
-from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from kvcache_rag import Engine
 
 pytest.register_assert_rewrite("contracts_frameworks")
 
+import contracts_frameworks as shared  # noqa: E402  # behind the line above
 
-@pytest.fixture
-def make_engine() -> Callable[..., Engine]:
-    """Engines over the tiny model; every one has a store of its own unless it is given one."""
-
-    def make(**options: Any) -> Engine:
-        options.setdefault("template", PromptTemplate(system="Read.\n"))
-        return Engine(make_model(), make_tokenizer(), **{"store": MemoryStore(), **options})
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def measured_engine() -> Engine:
-    """Measuring a model takes a second, so most tests share an engine and empty its store."""
-    template = PromptTemplate(system="Read.\n")
-    engine = Engine(make_model(), make_tokenizer(), store=MemoryStore(), template=template)
-    engine.add(["the prefix is computed with the first chunk"])
-    return engine
-
-
-@pytest.fixture
-def engine(measured_engine: Engine) -> Engine:
-    store: Any = measured_engine.store
-    measured_engine._follow().capturing.prefix()  # a test may have changed weights or tokenizer
-    MemoryStore.__init__(store)
-    measured_engine.forget_buffer()  # the last test's prompt, from which one would go on
-    return measured_engine
-
-
-@pytest.fixture
-def prefilled(engine: Engine) -> Callable[[], int]:
-    """How many chunks were prefilled since the last call."""
-    seen = [0]
-
-    def count() -> int:
-        puts = engine.store.stats().puts
-        seen[0], fresh = puts, puts - seen[0]
-        return fresh
-
-    return count
+engine, make_engine, measured_engine = shared.engine, shared.make_engine, shared.measured_engine
+loop, prefilled = shared.loop, shared.prefilled
 
 
 @pytest.fixture
@@ -83,11 +47,6 @@ def recorder() -> Iterator[Recorder]:
     root.add_event_handler(handler)
     yield handler
     root.event_handlers.remove(handler)
-
-
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
 
 
 @pytest.fixture

@@ -75,33 +75,33 @@ class Chroma(Rows):
         if folder is not None:
             place = {"persist_dir": str(folder)}
         name = "docs" if folder else f"c-{uuid.uuid4().hex}"
-        self._store = KVCacheVectorStore.from_params(name, llm=llm, **place)
-        self._index = VectorStoreIndex.from_vector_store(
-            self._store, embed_model=HashEmbedding(dimensions=64)
+        self.store = KVCacheVectorStore.from_params(name, llm=llm, **place)
+        self.index = VectorStoreIndex.from_vector_store(
+            self.store, embed_model=HashEmbedding(dimensions=64)
         )
 
     def add(self, texts: Mapping[str, str], page: int | None = None) -> None:
         metadata = {} if page is None else {"page": page}
-        self._index.insert_nodes(
+        self.index.insert_nodes(
             [TextNode(id_=id_, text=text, metadata=metadata) for id_, text in texts.items()]
         )
 
     def fill(self) -> int:
-        return self._store.prefill_missing()
+        return self.store.prefill_missing()
 
     def delete(self, ids: Sequence[str]) -> None:
-        self._store.delete_nodes(list(ids))
+        self.store.delete_nodes(list(ids))
 
     def find(self, count: int) -> list[NodeWithScore]:
-        return self._index.as_retriever(similarity_top_k=count).retrieve("Who?")
+        return self.index.as_retriever(similarity_top_k=count).retrieve("Who?")
 
     def texts(self) -> dict[str, str]:
-        nodes: list[Any] = self._store.get_nodes()
+        nodes: list[Any] = self.store.get_nodes()
         return {one.node_id: one.text for one in nodes}
 
     @property
     def raw(self) -> Any:
-        return self._store.client
+        return self.store.client
 
 
 class LlamaIndex(Framework):
@@ -217,13 +217,13 @@ class LlamaIndex(Framework):
             called(llm, [one async for one in later][-1]),
         ]
 
-    async def thinking(self, llm: Any, question: str) -> list[Called]:
+    async def thinking(self, llm: Any, question: str, **options: Any) -> list[Called]:
         asked = [ChatMessage(role=MessageRole.USER, content=question)]
         return [
-            called(llm, llm.chat(asked)),
-            called(llm, await llm.achat(asked)),
-            called(llm, list(llm.stream_chat(asked))[-1]),
-            called(llm, [one async for one in await llm.astream_chat(asked)][-1]),
+            called(llm, llm.chat(asked, **options)),
+            called(llm, await llm.achat(asked, **options)),
+            called(llm, list(llm.stream_chat(asked, **options))[-1]),
+            called(llm, [one async for one in await llm.astream_chat(asked, **options)][-1]),
         ]
 
     async def agent(

@@ -1,4 +1,4 @@
-"""A recorder for what LlamaIndex reports, and when a model has come to rest."""
+"""Nodes, what an answer cost, what LlamaIndex reports, and models that fail or come to rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,34 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.schema import NodeWithScore, TextNode
+from small import make_model
 
 if TYPE_CHECKING:
+    import pytest
     from llama_index.core.instrumentation.events.base import BaseEvent
+
+
+def nodes(*texts: str) -> list[NodeWithScore]:
+    return [NodeWithScore(node=TextNode(text=text), score=1.0) for text in texts]
+
+
+def cost(response: Any) -> dict[str, Any]:
+    found: dict[str, Any] = response.metadata["kv_cache"]
+    return found
+
+
+def fail_at_the_third_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the model does."""
+    forward, calls = make_model().forward, [0]
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 2:
+            raise RuntimeError("out of memory")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(make_model(), "forward", fail)
 
 
 class Recorder(BaseEventHandler):

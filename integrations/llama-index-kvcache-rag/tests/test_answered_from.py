@@ -5,48 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from llama_index.core.base.base_retriever import BaseRetriever
+from contracts_frameworks import JSON_FORM, NOTES, QUESTION
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index_framework import Fixed, LlamaIndex
 
-from llama_index.kvcache_rag import (
-    KVCacheLLM,
-    KVCacheSynthesizer,
-)
+from llama_index.kvcache_rag import KVCacheLLM, KVCacheSynthesizer
 
 if TYPE_CHECKING:
-    from llama_index.core.schema import QueryBundle
     from llama_index_helpers import Recorder
 
     from kvcache_rag import Engine
 
-QUESTION = "Who keeps the lighthouse?"
-# The third says what the second says, and the first says nothing.
-TEXTS = {
-    "none": " ",
-    "bakery": "The bakery sells bread made of rye flour every day.",
-    "again": "The bakery sells bread made of rye flour every day.",
-    "keeper": "Marlow keeps the lighthouse, and he lives there.",
-    "harbour": "The harbour was built in 1911, and rebuilt in 1934.",
-}
-SCORES = {"none": 0.2, "bakery": 0.8, "again": 0.8, "keeper": 0.9, "harbour": 0.1}
+TEXTS = {id_: text for id_, (text, _) in NOTES.items()}
 
 
 def nodes() -> list[NodeWithScore]:
-    return [
-        NodeWithScore(node=TextNode(id_=name, text=text), score=SCORES[name])
-        for name, text in TEXTS.items()
-    ]
+    return [LlamaIndex().document(text, id_, score) for id_, (text, score) in NOTES.items()]
 
 
-class Fixed(BaseRetriever):
-    """Finds the same nodes for everything, in an order that says nothing."""
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return nodes()
+@pytest.fixture
+def few(engine: Engine) -> KVCacheLLM:
+    """It answers from one node."""
+    return KVCacheLLM(engine=engine, max_new_tokens=4, policy="bestfew:1")
 
 
 def told(response: Any) -> tuple[list[int], list[Any], int]:
@@ -61,23 +45,19 @@ def told(response: Any) -> tuple[list[int], list[Any], int]:
     return places, ids, found["unused_chunks"]
 
 
-def test_the_event_and_what_else_was_retrieved(llm: KVCacheLLM, recorder: Recorder) -> None:
+def test_the_event_and_what_else_was_retrieved(few: KVCacheLLM, recorder: Recorder) -> None:
     """Further nodes stand behind those that were retrieved, so these keep their numbers."""
-    synthesizer = KVCacheSynthesizer(llm, policy="bestfew:1")
-    more = [NodeWithScore(node=TextNode(id_="bakery", text=TEXTS["bakery"]))]
-    response = synthesizer.synthesize(QUESTION, nodes(), more)
+    more = [LlamaIndex().document(TEXTS["bakery"], "bakery")]
+    response = KVCacheSynthesizer(few).synthesize(QUESTION, nodes(), more)
     assert told(response)[0] == [3]
     (event,) = recorder.of("KVCacheReuseEvent")
     assert event.metrics == response.metadata["kv_cache"]  # type: ignore[index]  # it has some
-    nothing = synthesizer.synthesize(QUESTION, [])
-    found = (nothing.metadata or {})["kv_cache"]
-    assert (found["answered_from"], found["answered_from_ids"]) == ([], [])
 
 
-def test_texts_without_nodes_have_numbers_alone(llm: KVCacheLLM) -> None:
+def test_texts_without_nodes_have_numbers_alone(few: KVCacheLLM) -> None:
     report: dict[str, Any] = {}
     texts = [" ", TEXTS["bakery"], TEXTS["keeper"]]
-    KVCacheSynthesizer(llm, policy="bestfew:1").get_response(QUESTION, texts, kv_report=report)
+    KVCacheSynthesizer(few).get_response(QUESTION, texts, kv_report=report)
     assert (report["answered_from"], report["answered_from_ids"]) == ([2], [None])
 
 
@@ -91,51 +71,35 @@ def test_texts_without_nodes_have_numbers_alone(llm: KVCacheLLM) -> None:
     ],
 )
 def test_where_llama_index_packs_the_nodes_too(
-    engine: Engine, mode: Any, expected: Any, streaming: bool
+    few: KVCacheLLM, mode: Any, expected: Any, streaming: bool
 ) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=4, policy="bestfew:1")
-    packs = get_response_synthesizer(llm=llm, response_mode=mode, streaming=streaming)
-    response = RetrieverQueryEngine(Fixed(), response_synthesizer=packs).query(QUESTION)
+    packs = get_response_synthesizer(llm=few, response_mode=mode, streaming=streaming)
+    response = RetrieverQueryEngine(Fixed(nodes()), response_synthesizer=packs).query(QUESTION)
     assert str(response)
     assert told(response) == expected
 
 
-@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
-def test_messages_of_an_app_and_of_tools_tell_it_in_raw(engine: Engine) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="bestfew:1")
-    found = "\n\n".join(one.node.get_content() for one in Fixed().retrieve(QUESTION))
-    said: Any = llm.chat([ChatMessage(role="user", content=f"{found}\n\n{QUESTION}")]).raw
+def test_messages_of_an_app_tell_it_in_raw(few: KVCacheLLM) -> None:
+    found = "\n\n".join(one.node.get_content() for one in Fixed(nodes()).retrieve(QUESTION))
+    said: Any = few.chat([ChatMessage(role="user", content=f"{found}\n\n{QUESTION}")]).raw
     cost = said["kv_cache"]
     # Of the chunks that were found in the prompt.
     assert (cost["answered_from"], cost["answered_from_ids"]) == ([1], ["keeper"])
-    call = ToolCallBlock(tool_call_id="0", tool_name="search", tool_kwargs={})
-    result = {"tool_call_id": "0"}
-    messages = [
-        ChatMessage(role=MessageRole.USER, content=QUESTION),
-        ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
-        ChatMessage(role=MessageRole.TOOL, content=found, additional_kwargs=result),
-    ]
-    spoken: Any = llm.chat(messages).raw
-    cost = spoken["kv_cache"]
-    assert (cost["answered_from"], cost["answered_from_ids"]) == ([1], ["keeper"])
-    assert cost["unused_chunks"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+@JSON_FORM
 @pytest.mark.filterwarnings("ignore:a system message differs")
 @pytest.mark.filterwarnings("ignore:text_qa_template has other text")
-def test_nodes_are_chosen_by_the_question_alone(engine: Engine) -> None:
+def test_nodes_are_chosen_by_the_question_alone(few: KVCacheLLM) -> None:
     """Neither by an instruction, nor a template around it, nor what a tool said."""
     bakery = "Sell bread of rye in a bakery every day, rye bread of the bakery."
-    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="bestfew:1")
     unscored = [one.model_copy(update={"score": None}) for one in nodes()]
     template = PromptTemplate(f"{bakery}\n{{context_str}}\n{bakery}\n{{query_str}}")
     system = ChatMessage(role=MessageRole.SYSTEM, content=bakery)
-    packs = get_response_synthesizer(llm=llm, text_qa_template=template)
     for synthesizer in (
-        KVCacheSynthesizer(llm, text_qa_template=template),
-        KVCacheSynthesizer(llm, chat_history=[system]),
-        packs,
+        KVCacheSynthesizer(few, text_qa_template=template),
+        KVCacheSynthesizer(few, chat_history=[system]),
+        get_response_synthesizer(llm=few, text_qa_template=template),
     ):
         assert told(synthesizer.synthesize(QUESTION, unscored))[1] == ["keeper"]
     found = "\n\n".join(one.node.get_content() for one in nodes())
@@ -148,5 +112,5 @@ def test_nodes_are_chosen_by_the_question_alone(engine: Engine) -> None:
     ]
     apps = ChatMessage(role=MessageRole.USER, content=f"{found}\n\n{QUESTION}")
     for messages in ([system, asks, *tools], [system, apps]):
-        raw: Any = llm.chat(messages).raw
+        raw: Any = few.chat(messages).raw
         assert raw["kv_cache"]["answered_from"] == [1]

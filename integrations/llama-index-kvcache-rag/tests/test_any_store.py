@@ -24,8 +24,8 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
+from llama_index_framework import LlamaIndex
 from qdrant_client import QdrantClient
-from small import make_model
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import ContextTooLongError
@@ -40,8 +40,6 @@ from llama_index.kvcache_rag import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
     from kvcache_rag import Engine
 
@@ -65,14 +63,6 @@ def qdrant_store() -> QdrantVectorStore:
     return QdrantVectorStore("docs", client=QdrantClient(":memory:"))
 
 
-STORES: dict[str, Callable[[], BasePydanticVectorStore]] = {
-    "faiss": faiss_store,
-    "faiss-map": faiss_map_store,
-    "qdrant": qdrant_store,
-    "simple": SimpleVectorStore,
-}
-
-
 def chroma_store(llm: KVCacheLLM | None) -> KVCacheVectorStore:
     name = f"c-{uuid.uuid4().hex}"
     return KVCacheVectorStore.from_params(name, client=chromadb.EphemeralClient(), llm=llm)
@@ -93,21 +83,16 @@ def index_over(store: Any, embedding: HashEmbedding) -> VectorStoreIndex:
     )
 
 
-def ask(index: VectorStoreIndex, llm: KVCacheLLM) -> dict[str, Any]:
-    response: Any = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=2).query("A cat?")
-    found: dict[str, Any] = response.metadata["kv_cache"]
-    return found
-
-
 # ---------------------------------------------------------------------- prefill
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("opened", [faiss_store, faiss_map_store, qdrant_store, SimpleVectorStore])
 def test_prefilled_nodes_are_reused_from_any_store(
-    kind: str, llm: KVCacheLLM, embedding: HashEmbedding, prefilled: Count
+    opened: Callable[[], Any], llm: KVCacheLLM, embedding: HashEmbedding, prefilled: Count
 ) -> None:
-    nodes = SentenceSplitter().get_nodes_from_documents(documents())
-    llm.prefill(nodes)
+    llm.prefill(SentenceSplitter().get_nodes_from_documents(documents()))
     assert prefilled() == 3
-    found = ask(index_over(STORES[kind](), embedding), llm)
+    index = index_over(opened(), embedding)
+    response: Any = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=2).query("A cat?")
+    found = response.metadata["kv_cache"]
     assert (found["misses"], found["references"], prefilled()) == (0, 0, 0)
 
 
@@ -126,16 +111,6 @@ def test_a_pipeline_prefills_for_any_store(
     assert len(store.to_dict()["embedding_dict"]) == 3
     assert len(pipeline.run(documents=documents())) == 3  # from the pipeline's cache
     assert prefilled() == 0
-
-
-async def test_a_pipeline_prefills_without_blocking(
-    llm: KVCacheLLM, prefilled: Count, loop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), KVCachePrefill(llm=llm)])
-    loop.watch(monkeypatch, type(make_model()), "forward")
-    await pipeline.arun(documents=documents())
-    assert prefilled() == 3
-    assert loop.turns
 
 
 class Meeting(HashEmbedding):
@@ -227,14 +202,11 @@ def failing(why: str, llm: KVCacheLLM) -> KVCacheLLM:
     return llm if why == "too long" else KVCacheLLM(base_url="http://localhost:1")
 
 
-WAYS = ("update", "refresh", "upserts", "upserts and delete", "step")
-
-
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        *((way, "too long") for way in WAYS),
-        *((way, why) for way in WAYS[::4] for why in [*NEW][1:]),
+        *((way, "too long") for way in ("refresh", "upserts", "upserts and delete")),
+        *((way, why) for way in ("update", "step") for why in NEW),
     ],
 )
 def test_law_the_new_version_stands_where_the_old_one_was_deleted(
@@ -244,31 +216,32 @@ def test_law_the_new_version_stands_where_the_old_one_was_deleted(
     store, other = chroma_store(None), failing(why, llm)
     splitter = SentenceSplitter(chunk_size=50_000)
     old, new = documents()[0], Document(id_="d0", text=NEW[why])
+    write: Callable[[], Any]
     if way in ("update", "refresh"):
         context = StorageContext.from_defaults(vector_store=store)
         index = VectorStoreIndex.from_documents(
             [old], context, embed_model=embedding, transformations=[splitter]
         )
         store._llm = other
-        with pytest.warns(UserWarning, match=SAID[why]) as seen:
-            index.refresh_ref_docs([new]) if way == "refresh" else index.update_ref_doc(new)
+        write = partial(index.update_ref_doc, new)
+        if way == "refresh":
+            write = partial(index.refresh_ref_docs, [new])
     else:
-        is_step = way == "step"
-        strategy = DocstoreStrategy.UPSERTS
-        if way == "upserts and delete":
-            strategy = DocstoreStrategy.UPSERTS_AND_DELETE
-        steps = [splitter, embedding, *([KVCachePrefill(llm=other)] if is_step else [])]
+        strategies = {"upserts and delete": DocstoreStrategy.UPSERTS_AND_DELETE}
         pipeline = IngestionPipeline(
             transformations=[splitter, embedding],
             vector_store=store,
             docstore=SimpleDocumentStore(),
-            docstore_strategy=strategy,
+            docstore_strategy=strategies.get(way, DocstoreStrategy.UPSERTS),
         )
         pipeline.run(documents=[old])
-        pipeline.transformations = steps
-        store._llm = None if is_step else other
-        with pytest.warns(UserWarning, match=SAID[why]) as seen:
-            pipeline.run(documents=[new])
+        if way == "step":
+            pipeline.transformations = [splitter, embedding, KVCachePrefill(llm=other)]
+        else:
+            store._llm = other
+        write = partial(pipeline.run, documents=[new])
+    with pytest.warns(UserWarning, match=SAID[why]) as seen:
+        write()
     assert len([one for one in seen if "reference" in str(one.message)]) == 1
     (row,) = store.client.get()["metadatas"] or []
     (text,) = store.client.get()["documents"] or []
@@ -279,29 +252,31 @@ def test_law_the_new_version_stands_where_the_old_one_was_deleted(
 
 @pytest.mark.parametrize("overflow", ["error", "drop_lowest", "refine"])
 def test_a_question_over_a_row_that_is_too_long_is_treated_as_overflow_says(
-    llm: KVCacheLLM, embedding: HashEmbedding, overflow: Any
+    llm: KVCacheLLM, overflow: str
 ) -> None:
-    context = StorageContext.from_defaults(vector_store=chroma_store(llm))
-    nodes = [TextNode(id_="long", text="cat " * 9999), TextNode(id_="short", text="A cat.")]
+    rows = LlamaIndex().rows(llm)
     with pytest.warns(UserWarning, match="row 'long'"):
-        index = VectorStoreIndex(nodes, storage_context=context, embed_model=embedding)
-    engine = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=2, overflow=overflow)
+        rows.add({"long": "cat " * 9999, "short": "A cat."})
+    found = rows.index.as_retriever().retrieve("A cat?")
     if overflow == "drop_lowest":
-        response: Any = engine.query("A cat?")
-        assert response.metadata["kv_cache"]["dropped_chunks"] == 1
+        said = LlamaIndex().ask(llm, "A cat?", found, overflow=overflow)
+        assert said.cost["dropped_chunks"] == 1
         return
     with pytest.raises(ContextTooLongError, match="split it into smaller chunks"):
-        engine.query("A cat?")
+        LlamaIndex().ask(llm, "A cat?", found, overflow=overflow)
 
 
-def test_two_embeddings_do_not_share_a_pipelines_cache() -> None:
-    one, two = (KVCachePrefill(embed_model=HashEmbedding(dimensions=size)) for size in (8, 16))
-    assert json.dumps(one.to_dict(), default=str) != json.dumps(two.to_dict(), default=str)
-
-
-def test_two_models_do_not_share_a_pipelines_cache(llm: KVCacheLLM) -> None:
-    one, two = (KVCachePrefill(llm=KVCacheLLM(model_name=name)) for name in ("tiny", "smollm2"))
-    assert json.dumps(one.to_dict(), default=str) != json.dumps(two.to_dict(), default=str)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [KVCachePrefill(embed_model=HashEmbedding(dimensions=size)) for size in (8, 16)],
+        [KVCachePrefill(llm=KVCacheLLM(model_name=name)) for name in ("tiny", "smollm2")],
+    ],
+    ids=["embeddings", "models"],
+)
+def test_two_steps_that_differ_do_not_share_a_pipelines_cache(steps: list[KVCachePrefill]) -> None:
+    one, two = (json.dumps(step.to_dict(), default=str) for step in steps)
+    assert one != two
 
 
 def test_a_step_takes_the_llm_of_the_settings(
@@ -329,18 +304,11 @@ def test_a_node_that_was_edited_misses_for_its_text(
     assert (missed["chunk"], missed["reason"]) == (0, "other text")
 
 
-def test_usage_has_the_cached_tokens(llm: KVCacheLLM, embedding: HashEmbedding) -> None:
-    index = index_over(chroma_store(llm), embedding)
-    found: list[Any] = []
-    answer = KVCacheLLM.answer
-
-    def seen(self: Any, prompt: str, request: Any, **options: Any) -> Any:
-        found.append(answer(self, prompt, request, **options))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCacheLLM, "answer", seen)
-        metrics = ask(index, llm)
-    usage = found[0].raw["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": metrics["reused_tokens"]}
-    assert usage["prompt_tokens"] == metrics["prompt_tokens"]
+def test_usage_has_the_cached_tokens(llm: KVCacheLLM) -> None:
+    rows = LlamaIndex().rows(llm)
+    rows.add({"a": "A cat sleeps on the mat."})
+    (found,) = rows.find(1)
+    raw: Any = llm.complete(f"{found.node.get_content()}\n\nA cat?").raw
+    cost, usage = raw["kv_cache"], raw["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": cost["reused_tokens"]}
+    assert usage["prompt_tokens"] == cost["prompt_tokens"] > cost["reused_tokens"] > 0

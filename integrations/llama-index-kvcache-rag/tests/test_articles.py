@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from llama_index.kvcache_rag import articles
-from llama_index.kvcache_rag.articles import (
-    is_refusal,
-    names_all,
-    read_articles,
-    read_questions,
-)
-
-FOLDER = Path(articles.__file__).parent
+from llama_index.kvcache_rag.articles import is_refusal, names_all, read_articles, read_questions
 
 
 def test_every_answer_stands_in_the_articles_that_are_named() -> None:
@@ -24,15 +14,11 @@ def test_every_answer_stands_in_the_articles_that_are_named() -> None:
     questions = read_questions()
     for question in questions:
         together = "\n".join(texts[name] for name in question.articles)
+        assert not question.is_met_by(question.text), question.text
         if question.is_answerable:
             assert question.is_met_by(together), question.text
     assert [question.is_answerable for question in questions] == [True] * 24 + [False] * 6
     assert sum(len(question.articles) > 1 for question in questions[:24]) >= 4
-
-
-def test_no_answer_stands_in_its_question() -> None:
-    for question in read_questions():
-        assert not question.is_met_by(question.text), question.text
 
 
 @pytest.mark.parametrize(
@@ -63,50 +49,42 @@ def test_an_answer_names_every_part_in_one_of_its_spellings(
     assert names_all(answer, parts) is right
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "I do not know.",
-        "I don't know the answer.",
-        "I don\N{RIGHT SINGLE QUOTATION MARK}t know",
-        "It is not known.",
-        "The documents do not mention the price.",
-        "The document doesn't explicitly say who that was.",
-        "The price is not mentioned in the documents.",
-        "There is no information about the price.",
-        "No information is given.",
-        "There is no mention of a dog.",
-        "The name was not recorded.",
-        "This cannot be determined from the documents.",
-        "I cannot answer that.",
-        "I'm unable to answer this question.",
-        "not found",
-        "Unknown.",
-        "The text does not contain the answer.",
-        "His dog's name is not stated.",
-        "I'm sorry, but the documents do not provide any details.",
-    ],
-)
-def test_a_refusal_is_known(answer: str) -> None:
-    assert is_refusal(answer)
+REFUSALS = """
+I do not know.
+I don't know the answer.
+I don\N{RIGHT SINGLE QUOTATION MARK}t know
+It is not known.
+The documents do not mention the price.
+The document doesn't explicitly say who that was.
+The price is not mentioned in the documents.
+There is no information about the price.
+No information is given.
+There is no mention of a dog.
+The name was not recorded.
+This cannot be determined from the documents.
+I cannot answer that.
+I'm unable to answer this question.
+not found
+Unknown.
+The text does not contain the answer.
+His dog's name is not stated.
+I'm sorry, but the documents do not provide any details.
+"""
+ANSWERS = """
+The dog was called Rex.
+It cost 400 yen.
+The architect was well known.
+Beethoven drank no coffee.
+He is known for sixty beans.
+The stone was not sold.
+It was found in 1799.
+The ticket was not cheap: 5,000 yen.
+"""
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "The dog was called Rex.",
-        "It cost 400 yen.",
-        "The architect was well known.",
-        "Beethoven drank no coffee.",
-        "He is known for sixty beans.",
-        "The stone was not sold.",
-        "It was found in 1799.",
-        "The ticket was not cheap: 5,000 yen.",
-    ],
-)
-def test_an_answer_is_no_refusal(answer: str) -> None:
-    assert not is_refusal(answer)
+def test_a_refusal_is_known() -> None:
+    assert [one for one in REFUSALS.strip().splitlines() if not is_refusal(one)] == []
+    assert [one for one in ["", *ANSWERS.splitlines()] if is_refusal(one)] == []
 
 
 def test_where_no_article_tells_only_a_refusal_is_right() -> None:
@@ -114,8 +92,3 @@ def test_where_no_article_tells_only_a_refusal_is_right() -> None:
     assert not question.is_answerable
     assert question.is_met_by("I do not know.")
     assert not question.is_met_by("It was sold for two pounds.")
-
-
-def test_changes_are_dated() -> None:
-    lines = (FOLDER / "CHANGES.txt").read_text(encoding="utf-8").split("\n\n")[1].splitlines()
-    assert all(len(line.split("  ")[0]) == len("2026-11-22") for line in lines)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import chromadb
 import llama_index.core
 import pytest
 from contracts_frameworks import (
@@ -21,6 +23,7 @@ from llama_index_framework import LlamaIndex
 from sending import Row
 
 import llama_index.kvcache_rag
+from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheChatEngine,
@@ -35,6 +38,8 @@ from llama_index.kvcache_rag import (
 
 if TYPE_CHECKING:
     from typing import ClassVar
+
+    from kvcache_rag import Engine
 
 
 class TestAnswers(AnswersContract):
@@ -59,9 +64,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     question = "What does the Mobrit cost?"
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
     llm = KVCacheLLM(model_name="tiny", max_new_tokens=4)
-    store = KVCacheVectorStore.from_params(
-        "docs", persist_dir=str(tmp_path_factory.mktemp("chroma")), llm=llm
-    )
+    folder = str(tmp_path_factory.mktemp("chroma"))
+    store = KVCacheVectorStore.from_params("docs", persist_dir=folder, llm=llm)
     index = VectorStoreIndex.from_documents(
         [Document(text=text) for text in texts],
         storage_context=StorageContext.from_defaults(vector_store=store),
@@ -107,6 +111,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
         "KVCacheVectorStore": Row(
             lambda: store, "sorted(one.get_content() for one in value.get_nodes())"
         ),
+        "a store in memory": Row(
+            lambda: KVCacheVectorStore.from_params("docs", client=chromadb.EphemeralClient()),
+            "value.client.id",
+            refused="cannot be pickled",
+        ),
+        "a store with an engine": Row(
+            lambda: KVCacheVectorStore.from_params("docs", persist_dir=folder, engine=llm.engine),
+            "(value.client.id, id(value.engine))",
+            refused="and llm=",
+        ),
         "a response": Row(lambda: response),
         "a retriever": Row(
             index.as_retriever, f"[one.get_content() for one in value.retrieve({question!r})]"
@@ -121,7 +135,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 class TestCopies(CopiesContract):
     names: ClassVar[list[str]] = [
         *llama_index.kvcache_rag.__all__,
-        *("a response", "a retriever", "an index"),
+        *("a response", "a retriever", "an index", "a store in memory", "a store with an engine"),
     ]
 
     @pytest.fixture(autouse=True)
@@ -129,3 +143,20 @@ class TestCopies(CopiesContract):
         """LlamaIndex's own tokenizer, of a memory, is looked up by its name."""
         kept = Path(llama_index.core.__file__).parent / "_static" / "tiktoken_cache"
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(kept))
+
+    def test_workers_of_a_pipeline_are_sent_the_settings(self, tmp_path: Path) -> None:
+        """LlamaIndex pickles the step for each of them."""
+        llm, texts = KVCacheLLM(model_name="tiny", kv_dir=str(tmp_path)), ["A cat.", "A dog."]
+        sent = pickle.loads(pickle.dumps(KVCachePrefill(llm=llm)))
+        sent([TextNode(text=text) for text in texts])
+        assert sent.llm.engine is not llm.engine
+        assert all(llm.engine.store.contains(key) for key in llm.engine.keys(texts))
+
+    def test_what_holds_a_given_engine_says_so(self, engine: Engine) -> None:
+        # Loaded by its name alone, it would be another model: no adapter, template, store of it.
+        given = KVCacheLLM(engine=engine)
+        loaded = KVCacheLLM(model=engine.model, tokenizer=engine.tokenizer)
+        for one in (given, loaded, KVCacheSynthesizer(llm=given), KVCachePrefill(llm=given)):
+            assert copy.deepcopy(one) is not None
+            with pytest.raises(InvalidInputError, match=r"engine=.*cannot be pickled"):
+                pickle.dumps(one)

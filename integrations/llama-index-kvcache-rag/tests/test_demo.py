@@ -56,18 +56,15 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # ---------------------------------------------------------------------- which questions
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 10, 29])
-def test_some_questions_are_of_every_kind_in_their_order(count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 10, 29, None])
+def test_some_questions_are_of_every_kind_in_their_order(count: int | None) -> None:
     questions = read_questions()
     found = demo_articles.spread(questions, count)
+    count = len(questions) if count is None else count
     assert len({one.text for one in found}) == count
     assert found == [one for one in questions if one in found]
     refusals = sum(not one.is_answerable for one in found)
     assert abs(refusals - count / 5) < 1
-
-
-def test_all_questions_are_asked_by_default() -> None:
-    assert demo_articles.spread(read_questions(), None) == read_questions()
 
 
 def test_nodes_are_all_of_an_article_in_order() -> None:
@@ -80,54 +77,34 @@ def test_nodes_are_all_of_an_article_in_order() -> None:
 
 
 # ---------------------------------------------------------------------- over a small model
-def test_the_best_node_stands_beside_the_question_for_both(small: str, tmp_path: Path) -> None:
+def test_the_best_node_is_last_and_those_of_an_earlier_version_are_not_found(
+    small: str, tmp_path: Path
+) -> None:
     app = demo_app.DemoApp(
         str(tmp_path / "kept"), "docs", model=small, top_k=3, max_new_tokens=2, embed="hash"
     )
     texts = {"a": "Iron rusts.", "b": "The Eiffel Tower is in Paris.", "c": "The Eiffel Tower."}
     app.fill(texts, show_progress=False)
-    found = app.ask("Where is the Eiffel Tower in Paris?")
-    assert found.nodes == ("a", "c", "b")
-
-
-def test_nodes_of_an_earlier_version_are_not_retrieved(small: str, tmp_path: Path) -> None:
-    app = demo_app.DemoApp(
-        str(tmp_path / "kept"), "docs", model=small, top_k=3, max_new_tokens=2, embed="hash"
-    )
-    app.fill({"old": "Iron rusts.", "kept": "Gold does not."}, show_progress=False)
-    filled = app.fill({"kept": "Gold does not.", "new": "Tin melts."}, show_progress=False)
+    assert app.ask("Where is the Eiffel Tower in Paris?").nodes == ("a", "c", "b")
+    filled = app.fill({"c": "The Eiffel Tower.", "new": "Tin melts."}, show_progress=False)
     assert (filled.chunks, filled.prefilled) == (2, 1)
-    assert set(app.ask("What rusts?").nodes) == {"kept", "new"}
+    assert set(app.ask("What rusts?").nodes) == {"c", "new"}
 
 
 def test_both_answers_are_told_and_the_second_run_reuses_all(
-    command: Callable[..., tuple[str, str]], small: str
-) -> None:
-    ask = (small, "--questions", "5", "--threads", "1")
-    first, _ = command(*ask)
-    assert "6 articles; 6 chunks" in first
-    assert "6 chunks prefilled in" in first
-    for side in ("full prefill", "cached chunks"):
-        assert first.count(f"\n    {side} ") == 5
-    assert "times sooner (median of 5 questions)" in first
-    assert "policy Reuse(" in first
-    assert "adapter none, 1 thread\n" in first
-    assert max(map(len, first.replace(small, "model").splitlines())) <= 88
-    second, _ = command(*ask, "--report", "out.json")
-    assert "no chunk prefilled" in second
-
-
-def test_json_says_all_of_it(
     command: Callable[..., tuple[str, str]], small: str, tmp_path: Path
 ) -> None:
-    ask = (small, "--questions", "5", "--policy", "legolink:4")
-    printed, _ = command(*ask, "--json")
+    ask = (small, "--questions", "5", "--threads", "1", "--policy", "legolink:4")
     told, _ = command(*ask, "--report", "out.json")
-    assert "cached chunks" in told
-    first, second = json.loads(printed), json.loads((tmp_path / "out.json").read_text())
+    for side in ("full prefill", "cached chunks"):
+        assert told.count(f"\n    {side} ") == 5
+    assert "adapter none, 1 thread\n" in told
+    assert max(map(len, told.replace(small, "model").splitlines())) <= 88
+    assert "no chunk prefilled" in command(*ask)[0]
+    printed, _ = command(*ask, "--json")
+    first, second = json.loads((tmp_path / "out.json").read_text()), json.loads(printed)
     assert first.keys() == second.keys()
-    assert (first["prefilled"], second["prefilled"]) == (6, 0)
-    assert second["prefill_seconds"] is None
+    assert (first["prefilled"], second["prefilled"], second["prefill_seconds"]) == (6, 0, None)
     assert second["policy"].startswith("LegoLink(tokens=4")
     assert (second["answerable"], second["unanswerable"], second["misses"]) == (4, 1, 0)
     for question in second["questions"]:
@@ -199,23 +176,6 @@ def exchange(full: str, cached: str) -> Exchange:
     )
 
 
-def test_a_row_shows_both_answers_their_times_and_what_they_are_worth() -> None:
-    answerable = read_questions()[19]
-    long = "It was the ship that is named " + "again and again " * 40
-    row = demo_articles._row(7, demo_articles._asked(answerable, exchange("Carpathia", long)))
-    question, full, *cached = row.splitlines()
-    assert question == " 7  Which ship took up the survivors of the Titanic?"
-    assert full.split() == ["full", "prefill", "2.00", "s", "right", "Carpathia"]
-    assert cached[0].split()[:6] == ["cached", "chunks", "100.0", "ms", "WRONG", "It"]
-    assert len(cached) == 3
-    assert cached[-1].endswith(" ...")
-    assert max(map(len, row.splitlines())) <= 88
-    unanswerable = read_questions()[-1]
-    row = demo_articles._row(8, demo_articles._asked(unanswerable, exchange("I do not know.", "")))
-    assert "refused  I do not know." in row
-    assert "MADE UP  (nothing)" in row
-
-
 def test_answerable_and_unanswerable_questions_are_counted_apart() -> None:
     questions = read_questions()
     asked: list[Any] = [
@@ -227,8 +187,6 @@ def test_answerable_and_unanswerable_questions_are_counted_apart() -> None:
     assert (found["answerable"], found["right_full"], found["right_cached"]) == (2, 2, 1)
     assert (found["unanswerable"], found["refused_full"], found["refused_cached"]) == (1, 1, 0)
     assert (found["context_tokens"], found["ttft_ratio"], found["retrieved"]) == (1000, 20.0, 1)
-    table = demo_articles._table(found).splitlines()
-    assert table[2].split() == ["right", "2", "of", "2", "1", "of", "2"]
     assert "refused" not in demo_articles._table(demo_articles._summary(asked[:2]))
 
 

@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.span_handlers import SimpleSpanHandler
-from llama_index.core.prompts import PromptTemplate as LlamaPrompt
+from llama_index_helpers import fail_at_the_third_token, settled
 from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
 
 import kvcache_rag
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llama_index_helpers import Recorder
 
 HELLO = [ChatMessage(role=MessageRole.USER, content="hello")]
+ASKED = ("prompt", Grounded("q?", ("text",)))
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,13 @@ def chat_engine() -> Engine:
     tokenizer = copy.deepcopy(make_tokenizer())
     tokenizer.chat_template = CHAT_TEMPLATE
     return Engine(make_model(), tokenizer, template=PromptTemplate(system="Read.\n"))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
 @pytest.fixture
@@ -55,54 +63,32 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------- texts and messages
-def test_complete_and_stream_agree(llm: KVCacheLLM) -> None:
-    whole = llm.complete("Once upon a time")
+async def test_every_way_of_asking_says_the_same(llm: KVCacheLLM) -> None:
+    text = llm.complete("Once upon a time").text
+    assert len(text) == 6
     pieces = list(llm.stream_complete("Once upon a time"))
-    assert len(whole.text) == 6
-    assert pieces[-1].text == whole.text
-    assert "".join(piece.delta or "" for piece in pieces) == whole.text
-    assert [piece.text for piece in pieces[:-1]] == [
-        whole.text[: index + 1] for index in range(len(pieces) - 1)
-    ]
-
-
-async def test_async_twins_agree(llm: KVCacheLLM) -> None:
-    text = llm.complete("Once").text
-    assert (await llm.acomplete("Once")).text == text
-    assert [r async for r in await llm.astream_complete("Once")][-1].text == text
+    assert "".join(piece.delta or "" for piece in pieces) == text
+    assert [piece.text for piece in pieces] == [*(text[: at + 1] for at in range(6)), text]
+    assert (await llm.acomplete("Once upon a time")).text == text
+    later = await llm.astream_complete("Once upon a time")
+    assert [piece.text async for piece in later] == [piece.text for piece in pieces]
     said = llm.chat(HELLO).message.content
+    assert list(llm.stream_chat(HELLO))[-1].message.content == said
     assert (await llm.achat(HELLO)).message.content == said
     assert [r async for r in await llm.astream_chat(HELLO)][-1].message.content == said
-    assert list(llm.stream_chat(HELLO))[-1].message.content == said
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_usage_is_reported(llm: KVCacheLLM, streaming: bool) -> None:
-    answers = list(llm.stream_chat(HELLO)) if streaming else [llm.chat(HELLO)]
-    raw = answers[-1].raw
-    assert raw["usage"]["completion_tokens"] == 6
-    assert raw["usage"]["prompt_tokens"] == len("<s>") - 2 + len("User: hello\nAssistant:")
-    assert raw["usage"]["total_tokens"] == raw["usage"]["prompt_tokens"] + 6
-    assert raw["finish_reason"] == "length"
-
-
-def test_token_counting_handler_reads_usage(engine: Engine) -> None:
+def test_usage_is_reported(engine: Engine, streaming: bool) -> None:
     counter = TokenCountingHandler(tokenizer=str.split)
     llm = KVCacheLLM(engine=engine, max_new_tokens=6, callback_manager=CallbackManager([counter]))
-    llm.complete("Once upon a time")
-    list(llm.stream_complete("Once upon a time"))
-    assert counter.completion_llm_token_count == 12
-    assert counter.prompt_llm_token_count == 2 * (1 + len("Once upon a time"))
-
-
-def test_beginning_of_sequence_stands_once(chat_engine: Engine, seen: list[dict[str, Any]]) -> None:
-    llm = KVCacheLLM(engine=chat_engine, max_new_tokens=2)
-    llm.chat(HELLO)
-    llm.complete("hello")
-    llm.complete("<s>hello")
-    for call in seen:
-        assert call["ids"][0].tolist().count(1) == 1
-        assert int(call["ids"][0, 0]) == 1
+    raw = (list(llm.stream_chat(HELLO)) if streaming else [llm.chat(HELLO)])[-1].raw
+    prompt = 1 + len("User: hello\nAssistant:")
+    usage = {name: raw["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    assert usage == {"prompt": prompt, "completion": 6, "total": prompt + 6}
+    assert raw["finish_reason"] == "length"
+    # That of LlamaIndex reads it.
+    assert (counter.prompt_llm_token_count, counter.completion_llm_token_count) == (prompt, 6)
 
 
 def test_chat_template_writes_messages(chat_engine: Engine, engine: Engine) -> None:
@@ -111,26 +97,15 @@ def test_chat_template_writes_messages(chat_engine: Engine, engine: Engine) -> N
         ChatMessage(role=MessageRole.USER, content="hello"),
         ChatMessage(role=MessageRole.CHATBOT, content=None),
     ]
-    templated = KVCacheLLM(engine=chat_engine).chat_prompt(messages)
-    assert templated == "<s><system>be brief</s><user>hello</s><assistant>"
-    assert KVCacheLLM(engine=engine).chat_prompt(HELLO) == "User: hello\nAssistant:"
+    templated, plain = KVCacheLLM(engine=chat_engine, max_new_tokens=9), KVCacheLLM(engine=engine)
+    prompt = "<s><system>be brief</s><user>hello</s><assistant>"
+    assert templated.chat_prompt(messages) == prompt
+    assert plain.chat_prompt(HELLO) == "User: hello\nAssistant:"
     own = KVCacheLLM(engine=engine, messages_to_prompt=lambda messages: f"[{len(messages)}]")
     assert own.chat_prompt(messages) == "[3]"
-
-
-def test_completion_to_prompt_unless_formatted(engine: Engine, seen: list[dict[str, Any]]) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=1, completion_to_prompt=lambda text: f"[{text}]")
-    llm.complete("a")
-    llm.complete("a", formatted=True)
-    assert [call["ids"].shape[1] for call in seen] == [1 + 3, 1 + 1]
-
-
-def test_metadata(chat_engine: Engine, engine: Engine) -> None:
-    metadata = KVCacheLLM(engine=chat_engine, max_new_tokens=9).metadata
-    assert (metadata.context_window, metadata.num_output) == (4096, 9)
-    assert metadata.is_chat_model
-    assert metadata.model_name == "LlamaForCausalLM"
-    assert not KVCacheLLM(engine=engine).metadata.is_chat_model
+    told = templated.metadata
+    assert (told.context_window, told.num_output, told.is_chat_model) == (4096, 9, True)
+    assert not plain.metadata.is_chat_model
     # What is given needs no model.
     lazy = KVCacheLLM(model_name="never loaded", context_window=512, is_chat_model=True)
     assert lazy.metadata.context_window == 512
@@ -168,17 +143,20 @@ def test_keywords_of_a_call_win(engine: Engine, seen: list[dict[str, Any]]) -> N
 
 def test_temperature_decides_whether_to_sample(engine: Engine, seen: list[dict[str, Any]]) -> None:
     llm = KVCacheLLM(engine=engine, max_new_tokens=1)
-    llm.complete("a", temperature=0.7)
-    llm.complete("a", temperature=0)
-    llm.complete("a", temperature=0.7, do_sample=False)
+    for options in (
+        {"temperature": 0.7},
+        {"temperature": 0},
+        {"temperature": 0.7, "do_sample": False},
+    ):
+        llm.complete("a", **options)
     configs = [call["generation_config"] for call in seen]
     assert [bool(config.do_sample) for config in configs] == [True, False, False]
     assert [config.temperature == 0.7 for config in configs] == [True, False, False]
 
 
 def test_stop_and_stopping_ids(engine: Engine) -> None:
-    text = KVCacheLLM(engine=engine, max_new_tokens=6).complete("Once").text
     llm = KVCacheLLM(engine=engine, max_new_tokens=6)
+    text = llm.complete("Once").text
     assert llm.complete("Once", stop=[text[3]]).text == text[: text.index(text[3])]
     ids = engine.tokenizer(text[2], add_special_tokens=False)["input_ids"]
     ending = KVCacheLLM(engine=engine, max_new_tokens=6, stopping_ids=ids)
@@ -192,41 +170,37 @@ def test_wrong_arguments_are_told(llm: KVCacheLLM, name: str) -> None:
 
 
 # ---------------------------------------------------------------------- events
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        (lambda llm: llm.complete("a"), ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]),
-        (lambda llm: llm.chat(HELLO), ["LLMChatStartEvent", "LLMChatEndEvent"]),
-    ],
-)
-def test_events_once_each(
-    llm: KVCacheLLM, recorder: Recorder, call: Callable[[KVCacheLLM], Any], expected: list[str]
-) -> None:
-    call(llm)
-    assert recorder.names() == expected
+async def test_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
+    def names() -> list[str]:
+        found = [name for name in recorder.names() if "InProgress" not in name]
+        recorder.events.clear()
+        return found
 
-
-async def test_stream_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
+    complete = ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
+    chat = ["LLMChatStartEvent", "LLMChatEndEvent"]
+    llm.complete("a")
+    assert names() == complete
+    llm.chat(HELLO)
+    assert names() == chat
     list(llm.stream_complete("a"))
-    async for _ in await llm.astream_complete("a"):
-        pass
-    async for _ in await llm.astream_chat(HELLO):
-        pass
-    names = recorder.names()
-    assert names.count("LLMCompletionStartEvent") == names.count("LLMCompletionEndEvent") == 2
-    assert names.count("LLMChatStartEvent") == names.count("LLMChatEndEvent") == 1
-    assert names.count("LLMCompletionInProgressEvent") == 2 * 7
-    assert recorder.of("LLMCompletionEndEvent")[0].response.raw["usage"]["completion_tokens"] == 6
+    assert len(recorder.of("LLMCompletionInProgressEvent")) == 7
+    (end,) = recorder.of("LLMCompletionEndEvent")
+    assert end.response.raw["usage"]["completion_tokens"] == 6
+    assert names() == complete
+    assert [one async for one in await llm.astream_complete("a")]
+    assert names() == complete
+    assert [one async for one in await llm.astream_chat(HELLO)]
+    assert names() == chat
 
 
 async def test_every_call_is_a_span(llm: KVCacheLLM) -> None:
-    handler, asked = SimpleSpanHandler(), ("p", Grounded("q?", ("text",)))
+    handler = SimpleSpanHandler()
     get_dispatcher().add_span_handler(handler)
     try:
-        llm.answer(*asked)
-        list(llm.stream_answer(*asked))
-        await llm.aanswer(*asked)
-        await llm.astream_answer(*asked)
+        llm.answer(*ASKED)
+        list(llm.stream_answer(*ASKED))
+        await llm.aanswer(*ASKED)
+        await llm.astream_answer(*ASKED)
         llm.complete("a")
     finally:
         get_dispatcher().span_handlers.remove(handler)
@@ -235,65 +209,36 @@ async def test_every_call_is_a_span(llm: KVCacheLLM) -> None:
     assert calls == [f"KVCacheLLM.{name}" for name in names]
 
 
-# ---------------------------------------------------------------------- failure, abandonment, loop
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that fails at the third token."""
-    forward = make_model().forward
-    calls = [0]
-
-    def fail(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > 2:
-            raise RuntimeError("out of memory")
-        return forward(*args, **options)
-
-    monkeypatch.setattr(make_model(), "forward", fail)
-
-
-@pytest.mark.usefixtures("failing")
 @pytest.mark.timeout(60)
-def test_failure_while_streaming_reaches_the_consumer(llm: KVCacheLLM, recorder: Recorder) -> None:
+async def test_failure_while_streaming_reaches_the_consumer(
+    llm: KVCacheLLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at_the_third_token(monkeypatch)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(llm.stream_complete("a"))
     assert "ExceptionEvent" in recorder.names()
-
-
-@pytest.mark.usefixtures("failing")
-@pytest.mark.timeout(60)
-async def test_failure_while_streaming_reaches_the_async_consumer(llm: KVCacheLLM) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
-        async for _ in await llm.astream_complete("a"):
-            pass
+        _ = [one async for one in await llm.astream_complete("a")]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda llm: llm.acomplete("a"),
-        lambda llm: llm.achat(HELLO),
-        lambda llm: llm.aanswer("prompt", Grounded("q?", ("text",))),
-    ],
-)
+# ---------------------------------------------------------------------- the event loop
+CALLS: dict[str, Callable[..., Any]] = {
+    "acomplete": lambda llm, **options: llm.acomplete("a", **options),
+    "achat": lambda llm, **options: llm.achat(HELLO, **options),
+    "aanswer": lambda llm, **options: llm.aanswer(*ASKED, **options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_event_loop_is_not_blocked(
-    engine: Engine,
-    call: Callable[[KVCacheLLM], Any],
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
+    llm: KVCacheLLM, call: Callable[..., Any], loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop.watch(monkeypatch, type(make_model()), "forward")
-    await call(KVCacheLLM(engine=engine, max_new_tokens=6))
+    await call(llm)
     assert loop.turns > 3
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda llm, **options: llm.acomplete("a", **options),
-        lambda llm, **options: llm.achat(HELLO, **options),
-        lambda llm, **options: llm.aanswer("prompt", Grounded("q?", ("text",)), **options),
-    ],
-)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_cancelled_call_stops_generating(engine: Engine, call: Callable[..., Any]) -> None:
     llm, started, steps = KVCacheLLM(engine=engine, max_new_tokens=3000), asyncio.Event(), []
     loop = asyncio.get_running_loop()
@@ -313,17 +258,84 @@ async def test_cancelled_call_stops_generating(engine: Engine, call: Callable[..
 
 
 async def test_waiting_questions_leave_the_threads_of_others_alone(llm: KVCacheLLM) -> None:
+    alone = [llm.complete(f"Story {at}", max_new_tokens=2).text for at in range(40)]
     with access.lock(llm.engine):
-        waiting = [asyncio.create_task(llm.acomplete("a", max_new_tokens=2)) for _ in range(40)]
+        waiting = [llm.acomplete(f"Story {at}", max_new_tokens=2) for at in range(40)]
+        tasks = [asyncio.create_task(one) for one in waiting]
         await asyncio.sleep(0.2)
         await asyncio.wait_for(asyncio.to_thread(int), timeout=20)
-    assert len({one.text for one in await asyncio.gather(*waiting)}) == 1
+    assert [one.text for one in await asyncio.gather(*tasks)] == alone
 
 
-async def test_many_at_once(llm: KVCacheLLM) -> None:
-    alone = [llm.complete(f"Story {index}").text for index in range(4)]
-    together = await asyncio.gather(*(llm.acomplete(f"Story {index}") for index in range(4)))
-    assert [answer.text for answer in together] == alone
+# ---------------------------------------------------------------------- readers who leave
+LONG = 3000
+STREAMS = [("stream_complete", ("a",)), ("stream_chat", (HELLO,)), ("stream_answer", ASKED)]
+
+
+@pytest.fixture
+def talkative(engine: Engine, recorder: Recorder) -> KVCacheLLM:
+    """Answers for so long that only stopping it ends a test in time.
+
+    Its events are kept, and with them the tracebacks, which hold streams longer than nobody does.
+    """
+    options = {"min_new_tokens": LONG}
+    return KVCacheLLM(engine=engine, max_new_tokens=LONG, generate_kwargs=options)
+
+
+@pytest.mark.parametrize("by", ["break", "async aclose", "async break"])
+@pytest.mark.parametrize(("name", "asked"), STREAMS)
+async def test_leaving_a_stream_stops_it(
+    talkative: KVCacheLLM, forwards: list[int], name: str, asked: Any, by: str
+) -> None:
+    if by == "break":
+        for _ in getattr(talkative, name)(*asked):
+            break
+        at_once = len(forwards)
+        assert settled(forwards) == at_once
+    else:
+        stream = await getattr(talkative, f"a{name}")(*asked)
+        await anext(stream)
+        if by == "async aclose":
+            await stream.aclose()
+        del stream
+    assert await asyncio.to_thread(settled, forwards) < LONG / 2
+    assert len(talkative.complete("a", max_new_tokens=2, min_new_tokens=2).text) == 2
+
+
+@pytest.mark.parametrize(("name", "asked"), STREAMS)
+async def test_cancelling_before_the_first_piece_stops_it(
+    talkative: KVCacheLLM, forwards: list[int], name: str, asked: Any
+) -> None:
+    opened = asyncio.Event()
+
+    async def read() -> None:
+        stream = await getattr(talkative, f"a{name}")(*asked)
+        opened.set()
+        await anext(stream)
+
+    task = asyncio.create_task(read())
+    await opened.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(settled, forwards) < LONG / 2
+
+
+@pytest.mark.parametrize(("name", "asked"), STREAMS)
+def test_event_loop_that_ends_stops_its_streams(
+    talkative: KVCacheLLM, forwards: list[int], name: str, asked: Any
+) -> None:
+    held, complaints = list[Any](), list[Any]()
+
+    async def begin() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, complaint: complaints.append(complaint))
+        held.append(await getattr(talkative, f"a{name}")(*asked))
+        await anext(held[0])
+
+    asyncio.run(begin())
+    assert settled(forwards) < LONG / 2
+    assert complaints == []
 
 
 # ---------------------------------------------------------------------- settings
@@ -336,13 +348,10 @@ def test_settings_without_the_model(engine: Engine) -> None:
     assert getattr(llm, "to_payload", llm.to_dict)()  # of newer versions of llama-index-core
 
 
-def test_loads_when_first_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "model"
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+def test_loads_when_first_used(saved: str, tmp_path: Path) -> None:
     llm = KVCacheLLM(
-        model_name=str(folder),
-        tokenizer_name=str(folder),
+        model_name=saved,
+        tokenizer_name=saved,
         device_map="cpu",
         kv_dir=str(tmp_path / "kv"),
         context_window=700,
@@ -356,42 +365,51 @@ def test_loads_when_first_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     llm.engine.add(["text"])
     assert list((tmp_path / "kv").rglob("*.safetensors"))
     again = pickle.loads(pickle.dumps(llm))
-    assert again.kv_dir == llm.kv_dir
     assert again.complete("a").text == llm.complete("a").text
     assert again.engine.generate("q?", ["text"], max_new_tokens=1).metrics.hits == {"disk": 1}
 
 
-def test_loaded_model_with_its_tokenizer() -> None:
-    llm = KVCacheLLM(model=make_model(), tokenizer=make_tokenizer(), max_new_tokens=2)
-    assert len(llm.complete("a").text) == 2
-    with pytest.raises(InvalidInputError, match="tokenizer="):
-        _ = KVCacheLLM(model=make_model()).engine
+def test_a_loaded_model_is_packed_where_that_is_asked_for() -> None:
+    plain = Engine.from_pretrained("tiny")
+    spec = plain.spec
+    common = {"model": plain.model, "tokenizer": plain.tokenizer, "template": plain.template}
+    assert KVCacheLLM(**common).engine.spec == spec
+    assert KVCacheLLM(**common, weight_format="int8").engine.spec != spec
+
+
+# peft asks transformers by a name that transformers is about to drop.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_tokenizer_of_a_gguf_file_and_a_model_with_an_adapter_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
+    from gguf_files import write_gguf
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "model.gguf")
+    by_tokenizer = KVCacheLLM(model_name=str(path), tokenizer_name=str(path))
+    assert by_tokenizer.engine.spec == Engine.from_pretrained(path).spec
+    inner = Engine.from_pretrained(path, weight_format="plain").model  # as PEFT needs it
+    adapted = get_peft_model(
+        inner, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    given = KVCacheLLM(model=adapted, tokenizer=by_tokenizer.engine.tokenizer)
+    assert given.complete("who?", max_new_tokens=2).raw["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "model_name="),
         ({"model_name": "./no/such/folder"}, "no model folder"),
         ({"model_name": "tiny", "tokenizer_name": "./no/such/folder"}, "tokenizer"),
+        ({"model": make_model()}, "tokenizer="),
+        ({"model": "smollm2"}, r"KVCacheLLM\(model_name='smollm2'\)"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         _ = KVCacheLLM(**options).engine
-
-
-def test_copies_share_the_engine(llm: KVCacheLLM) -> None:
-    twin = copy.deepcopy(llm)
-    twin.max_new_tokens = 2
-    assert twin.engine is llm.engine
-    assert llm.max_new_tokens == 6
-    assert len(twin.complete("a").text) == 2
-
-
-def test_prompts_of_llama_index(llm: KVCacheLLM) -> None:
-    assert len(llm.predict(LlamaPrompt("Say {what}"), what="hello")) == 6
-    assert "".join(llm.stream(LlamaPrompt("Say {what}"), what="hello"))
 
 
 def test_public_names_are_sorted_and_load() -> None:
@@ -404,20 +422,3 @@ def test_public_names_are_sorted_and_load() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         _ = package.Nothing
     assert kvcache_rag.__version__
-
-
-def test_the_folder_of_the_kv_stays_under_its_limit(tmp_path: Path) -> None:
-    limit = 60_000
-    llm = KVCacheLLM(model_name="tiny", kv_dir=str(tmp_path), kv_max_bytes=limit)
-    texts = [f"The Mobrit{number} costs {number} euros." for number in range(12)]
-    llm.engine.add(texts)
-    llm.engine.store.sweep()
-    held = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
-    assert 0 < held <= limit
-    assert llm.engine.store.stats().evictions > 0
-    assert str(llm.engine.generate("How much does the Mobrit3 cost?", texts[3:4]).text) == "3"
-
-
-def test_a_name_where_a_loaded_model_goes_is_told_its_place() -> None:
-    with pytest.raises(InvalidInputError, match=r"KVCacheLLM\(model_name='smollm2'\)"):
-        KVCacheLLM(model="smollm2")

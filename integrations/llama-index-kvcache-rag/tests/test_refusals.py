@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
+from contracts_frameworks import QUESTION, Keeper
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
-from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache_rag import Engine
-
-QUESTION = "Who keeps the lighthouse?"
-
-
-class Keeper(BaseModel):
-    """Who keeps it."""
-
-    name: str
 
 
 @pytest.fixture
@@ -61,6 +53,14 @@ def test_without_an_embedding_it_is_said_which_to_give(monkeypatch: pytest.Monke
             {"generate_kwargs": {"temperature": -1, "do_sample": True}},
             "^temperature must be a number from 0 up, not -1",
         ),
+        (
+            {"temperature": 1},
+            '^temperature is no argument of KVCacheLLM; say it by generate_kwargs={"temperature"',
+        ),
+        (
+            {"overflow": 1},
+            r"^overflow is no argument of KVCacheLLM; say it by KVCacheSynthesizer\(overflow=...\)",
+        ),
     ],
 )
 def test_of_the_llm(options: dict[str, Any], message: str) -> None:
@@ -72,37 +72,21 @@ def test_what_is_no_argument_of_generate_is_taken_where_the_engine_knows_it() ->
     KVCacheLLM(model_name="tiny", generate_kwargs={"stop": ["."], "max_new_tokens": 3, "top_k": 5})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("temperature", 'say it by generate_kwargs={"temperature": ...}'),
-        ("overflow", r"say it by KVCacheSynthesizer\(overflow=...\)"),
-    ],
-)
-def test_how_it_is_said_here(given: str, said: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{given} is no argument of KVCacheLLM; {said}"):
-        KVCacheLLM(model_name="tiny", **{given: 1})
-
-
 def test_a_policy_by_name(engine: Engine, index: VectorStoreIndex) -> None:
     """Every place that takes a policy takes its name, and refuses alike what is none."""
-    blend = policy_by_name("cacheblend:0.5")
-    assert KVCacheLLM(model_name="tiny", policy="cacheblend:0.5")._policy == blend
     llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="full")
     made: list[Callable[..., Any]] = [
-        lambda policy: KVCacheSynthesizer(llm, policy=policy),
         lambda policy: KVCacheQueryEngine.from_index(index, llm, policy=policy),
         lambda policy: KVCacheChatEngine.from_index(index, llm, policy=policy),
+        lambda policy: KVCacheSynthesizer(llm, policy=policy),
     ]
     for make in made:
         with pytest.raises(InvalidInputError, match="there is no policy 'fast'"):
             make("fast")
         with pytest.raises(InvalidInputError, match=r"write Reuse\(\)"):
             make(Reuse)
-    response = made[1]("cacheblend:0.5").query(QUESTION)
+    response = made[0]("cacheblend:0.5").query(QUESTION)
     assert response.metadata["kv_cache"]["policy"].startswith("CacheBlend(ratio=0.5")
-    response = KVCacheQueryEngine.from_index(index, llm).query(QUESTION)
-    assert response.metadata["kv_cache"]["policy"] == "FullRecompute()"
 
 
 # ---------------------------------------------------------------------- in engines of LlamaIndex
@@ -116,18 +100,18 @@ async def test_a_stock_engine_gives_no_empty_response(
     index: VectorStoreIndex, refusing: KVCacheLLM
 ) -> None:
     stock = index.as_query_engine(llm=refusing)
+    streaming: Any = index.as_query_engine(llm=refusing, streaming=True)
+    memory = ChatMemoryBuffer.from_defaults(token_limit=99, tokenizer_fn=str.split)
+    chat = index.as_chat_engine(chat_mode="context", llm=refusing, memory=memory)
     with pytest.raises(KVCacheRagError, match="auxiliary") as told:
         stock.query(QUESTION)
     assert not isinstance(told.value, ValueError)
     assert isinstance(told.value.__cause__, InvalidInputError)
     with pytest.raises(KVCacheRagError, match="auxiliary"):
         await stock.aquery(QUESTION)
-    memory = ChatMemoryBuffer.from_defaults(token_limit=99, tokenizer_fn=str.split)
-    chat = index.as_chat_engine(chat_mode="context", llm=refusing, memory=memory)
-    with pytest.raises(KVCacheRagError, match="auxiliary"):
-        chat.chat(QUESTION)
-    with pytest.raises(KVCacheRagError, match="auxiliary"):
-        list(index.as_query_engine(llm=refusing, streaming=True).query(QUESTION).response_gen)
+    for ask in (chat.chat, lambda text: list(streaming.query(text).response_gen)):
+        with pytest.raises(KVCacheRagError, match="auxiliary"):
+            ask(QUESTION)
 
 
 async def test_nor_for_an_object_that_is_cut(index: VectorStoreIndex, engine: Engine) -> None:
@@ -139,7 +123,7 @@ async def test_nor_for_an_object_that_is_cut(index: VectorStoreIndex, engine: En
         await stock.aquery(QUESTION)
     if version("llama-index-core") == "0.14.19":
         return  # it ends a stream of objects at the first error, without a word
-    streaming = index.as_query_engine(llm=llm, output_cls=Keeper, streaming=True)
+    streaming: Any = index.as_query_engine(llm=llm, output_cls=Keeper, streaming=True)
     with pytest.raises(KVCacheRagError, match="raise max_new_tokens"):
         list(streaming.query(QUESTION).response_gen)
 
@@ -174,10 +158,16 @@ async def test_an_empty_message_is_told_before_anything_is_searched_for(
 LONE = "A \ud800 cat."
 
 
-def test_a_node_of_which_metadata_are_not_unicode_is_named(llm: KVCacheLLM) -> None:
+@pytest.fixture
+def store(llm: KVCacheLLM) -> KVCacheVectorStore:
+    return KVCacheVectorStore.from_params("odd", client=chromadb.EphemeralClient(), llm=llm)
+
+
+def test_a_node_of_which_metadata_are_not_unicode_is_named(
+    llm: KVCacheLLM, store: KVCacheVectorStore
+) -> None:
     odd = TextNode(id_="odd", text="A cat.", metadata={"title": LONE}, embedding=[0.0, 1.0])
     nodes = [TextNode(id_="fine", text="A dog.", embedding=[1.0, 0.0]), odd]
-    store = KVCacheVectorStore.from_params("odd", client=chromadb.EphemeralClient(), llm=llm)
     given = [NodeWithScore(node=one, score=1.0) for one in nodes]
     said = "^the text of node 'odd' is not valid Unicode .*; clean it"
     for call in (
@@ -190,8 +180,7 @@ def test_a_node_of_which_metadata_are_not_unicode_is_named(llm: KVCacheLLM) -> N
     assert store.client.count() == 0
 
 
-def test_an_id_that_is_not_unicode_is_told(llm: KVCacheLLM) -> None:
-    store = KVCacheVectorStore.from_params("odd", client=chromadb.EphemeralClient(), llm=llm)
+def test_an_id_that_is_not_unicode_is_told(store: KVCacheVectorStore) -> None:
     for call in (store.delete_documents, store.get_nodes):
         with pytest.raises(InvalidInputError, match="is not valid Unicode"):
             call([LONE])

@@ -4,65 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
-import chromadb
 import pytest
-from llama_index.core import (
-    Document,
-    PromptTemplate,
-    PropertyGraphIndex,
-    StorageContext,
-    VectorStoreIndex,
-)
+from contracts_frameworks import Finding
+from llama_index.core import Document, PromptTemplate, PropertyGraphIndex
 from llama_index.core.base.response.schema import PydanticResponse
 from llama_index.core.indices.property_graph import SchemaLLMPathExtractor
 from llama_index.core.indices.vector_store.retrievers import VectorIndexAutoRetriever
 from llama_index.core.llms import ChatMessage
 from llama_index.core.output_parsers import PydanticOutputParser
-from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
-from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.selectors import LLMMultiSelector, LLMSingleSelector
 from llama_index.core.selectors.utils import get_selector_from_llm
-from llama_index.core.tools import QueryEngineTool, ToolMetadata
+from llama_index.core.tools import ToolMetadata
 from llama_index.core.vector_stores import MetadataInfo, VectorStoreInfo
 from llama_index.core.vector_stores.types import VectorStoreQuerySpec
-from pydantic import BaseModel, Field
+from llama_index_framework import LlamaIndex
 from scripted import scripted_engine
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
+from kvcache_rag.integration import JsonGrammars
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
     KVCacheQueryEngine,
     KVCacheSynthesizer,
-    KVCacheVectorStore,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llama_index.core import VectorStoreIndex
     from llama_index_helpers import Recorder
 
     from kvcache_rag import Engine
-
-
-class Part(BaseModel):
-    size: int = Field(ge=1, le=9)
-
-
-class Finding(BaseModel):
-    """What was found."""
-
-    mood: Literal["good", "bad"]
-    count: int = Field(ge=-5, le=5)
-    parts: list[Part] = Field(max_length=2)
-    name: str = Field(max_length=8)
 
 
 FACTS = ["The lighthouse keeper is called Marlow.", "The harbour was built in 1911."]
@@ -86,14 +65,10 @@ def wild(engine: Engine) -> KVCacheLLM:
 
 
 @pytest.fixture
-def index(patient: KVCacheLLM, embedding: HashEmbedding) -> VectorStoreIndex:
-    name = f"c-{uuid.uuid4().hex}"
-    store = KVCacheVectorStore.from_params(name, client=chromadb.EphemeralClient(), llm=patient)
-    return VectorStoreIndex.from_documents(
-        [Document(text=fact) for fact in FACTS],
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=embedding,
-    )
+def index(patient: KVCacheLLM) -> VectorStoreIndex:
+    rows = LlamaIndex().rows(patient)
+    rows.add(dict(zip("ab", FACTS, strict=True)))
+    return rows.index
 
 
 def whole(found: Any) -> bool:
@@ -145,19 +120,8 @@ def test_a_call_takes_a_schema(patient: KVCacheLLM) -> None:
         patient.complete("x", json_schema={"enum": [3]}, num_beams=2)
 
 
-def test_a_program_of_ones_own_hands_the_schema_along(patient: KVCacheLLM) -> None:
-    program = LLMTextCompletionProgram.from_defaults(
-        output_cls=Finding, prompt_template_str="Describe {thing}.", llm=patient
-    )
-    held = {"json_schema": Finding.model_json_schema()}
-    assert whole(program(llm_kwargs=held, thing="a lamp"))
-
-
 def test_a_schema_is_compiled_once(patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcache_rag.integration import JsonGrammars
-
-    made: list[Any] = []
-    create = JsonGrammars.__init__
+    made, create = list[Any](), JsonGrammars.__init__
     monkeypatch.setattr(
         JsonGrammars, "__init__", lambda self, *of: made.append(of) or create(self, *of)
     )
@@ -167,37 +131,29 @@ def test_a_schema_is_compiled_once(patient: KVCacheLLM, monkeypatch: pytest.Monk
     assert len(made) == 1
 
 
-# ---------------------------------------------------------------------- what is cut
-async def test_what_is_cut_is_an_error(patient: KVCacheLLM) -> None:
-    short: dict[str, Any] = {"llm_kwargs": {"max_new_tokens": 9}, "thing": "a lamp"}
+async def test_what_is_cut_is_an_error(engine: Engine) -> None:
+    llm, thing = KVCacheLLM(engine=engine, max_new_tokens=9), {"thing": "a lamp"}
+    nodes = [NodeWithScore(node=TextNode(text="x"))]
+    answers = KVCacheSynthesizer(llm, output_cls=Finding)
+    streaming: Any = KVCacheSynthesizer(llm, output_cls=Finding, streaming=True)
+    doors: list[Callable[[], Any]] = [
+        lambda: llm.structured_predict(Finding, PROMPT, **thing),
+        lambda: list(llm.stream_structured_predict(Finding, PROMPT, **thing)),
+        lambda: answers.synthesize("q?", nodes),
+        lambda: list(streaming.synthesize("q?", nodes).response_gen),
+        lambda: LLMSingleSelector.from_defaults(llm=llm).select(CHOICES, BUNDLE),
+    ]
     sentence = "did not end within max_new_tokens=9; raise max_new_tokens"
+    for door in doors:
+        with pytest.raises(InvalidInputError, match=sentence):
+            door()
     with pytest.raises(InvalidInputError, match=sentence):
-        patient.structured_predict(Finding, PROMPT, **short)
-    with pytest.raises(InvalidInputError, match=sentence):
-        await patient.astructured_predict(Finding, PROMPT, **short)
-    with pytest.raises(InvalidInputError, match=sentence):
-        list(patient.stream_structured_predict(Finding, PROMPT, **short))
-    stream = await patient.astream_structured_predict(Finding, PROMPT, **short)
+        await llm.astructured_predict(Finding, PROMPT, **thing)
+    stream = await llm.astream_structured_predict(Finding, PROMPT, **thing)
     with pytest.raises(InvalidInputError, match=sentence):
         assert [one async for one in stream]
     with pytest.raises(InvalidInputError, match="a stop string or a time limit"):
-        patient.structured_predict(Finding, PROMPT, {"stop": [":"]}, thing="a lamp")
-
-
-def test_what_is_cut_of_an_answer_is_an_error(engine: Engine) -> None:
-    llm, nodes = (
-        KVCacheLLM(engine=engine, max_new_tokens=9),
-        [NodeWithScore(node=TextNode(text="x"))],
-    )
-    with pytest.raises(InvalidInputError, match="within max_new_tokens=9; raise max_new_tokens"):
-        KVCacheSynthesizer(llm, output_cls=Finding).synthesize("q?", nodes)
-    stream: Any = KVCacheSynthesizer(llm, output_cls=Finding, streaming=True).synthesize(
-        "q?", nodes
-    )
-    with pytest.raises(InvalidInputError, match="raise max_new_tokens"):
-        list(stream.response_gen)
-    with pytest.raises(InvalidInputError, match="raise max_new_tokens"):
-        LLMSingleSelector.from_defaults(llm=llm).select(CHOICES, BUNDLE)
+        llm.structured_predict(Finding, PROMPT, {"stop": [":"]}, **thing)
 
 
 # ---------------------------------------------------------------------- over chunks
@@ -236,17 +192,16 @@ def test_a_stream_is_the_json(index: VectorStoreIndex, patient: KVCacheLLM) -> N
     assert Finding.model_validate_json("".join(pieces)) == plain.response
 
 
+@pytest.mark.parametrize("told", ["output_cls", "structured_llm", "tree_summarize"])
 def test_stock_query_engines_answer_with_objects(
-    index: VectorStoreIndex, patient: KVCacheLLM, engine: Engine
+    index: VectorStoreIndex, patient: KVCacheLLM, engine: Engine, told: str
 ) -> None:
-    response = index.as_query_engine(llm=patient, output_cls=Finding).query("what?")
-    assert whole(response.response)
-    structured = index.as_query_engine(llm=patient.as_structured_llm(Finding)).query("what?")
-    assert whole(structured.response)
-    packed = index.as_query_engine(
-        llm=patient, output_cls=Finding, response_mode="tree_summarize"
-    ).query("what?")
-    assert whole(packed.response)
+    options: dict[str, Any] = {"llm": patient, "output_cls": Finding}
+    if told == "structured_llm":
+        options = {"llm": patient.as_structured_llm(Finding)}
+    if told == "tree_summarize":
+        options["response_mode"] = told
+    assert whole(index.as_query_engine(**options).query("what?").response)
     assert sum(engine.store.stats().hits.values()) == 0  # what asks for objects stays as it is
 
 
@@ -261,48 +216,10 @@ def test_selectors_choose_what_there_is(wild: KVCacheLLM) -> None:
     assert chosen.ind in (0, 1)
 
 
-async def test_selectors_do_not_block(patient: KVCacheLLM) -> None:
-    selector = LLMSingleSelector.from_defaults(llm=patient)
-    chosen = selector.select(CHOICES, BUNDLE)
-    assert (await selector.aselect(CHOICES, BUNDLE)).ind == chosen.ind
-
-
-def test_a_router_routes(index: VectorStoreIndex, wild: KVCacheLLM) -> None:
-    tools = [
-        QueryEngineTool.from_defaults(
-            KVCacheQueryEngine.from_index(index, wild, generate_kwargs={"max_new_tokens": 4}),
-            name=choice.name,
-            description=choice.description,
-        )
-        for choice in CHOICES
-    ]
-    router = RouterQueryEngine.from_defaults(tools, llm=wild, select_multi=False)
-    response = router.query("what about ships?")
-    assert (response.metadata or {})["selector_result"].ind in (0, 1)
-    assert (response.metadata or {})["kv_cache"]["reused_tokens"] > 0
-
-
 def test_sub_questions_are_for_tools_that_there_are(wild: KVCacheLLM) -> None:
     found = LLMQuestionGenerator.from_defaults(llm=wild).generate(CHOICES, BUNDLE)
     assert found
     assert {one.tool_name for one in found} <= {"ships", "bread"}
-
-
-def test_sub_questions_are_asked(index: VectorStoreIndex, wild: KVCacheLLM) -> None:
-    answers = {"generate_kwargs": {"max_new_tokens": 4}}
-    tool = QueryEngineTool.from_defaults(
-        KVCacheQueryEngine.from_index(index, wild, **answers), name="ships", description="Ships."
-    )
-    engine = SubQuestionQueryEngine.from_defaults(
-        [tool],
-        llm=wild,
-        question_gen=LLMQuestionGenerator.from_defaults(llm=wild),
-        response_synthesizer=KVCacheSynthesizer(wild, **answers),
-        verbose=False,
-        use_async=False,
-    )
-    response = engine.query("what about ships?")
-    assert any(node.text.startswith("Sub question: ") for node in response.source_nodes)
 
 
 def test_a_retriever_gets_filters_that_it_can_read(
@@ -348,8 +265,6 @@ def test_a_parser_of_ones_own_reads_what_the_model_says(patient: KVCacheLLM) -> 
 def test_the_extra_is_named(patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     sentence = r"llguidance is not installed: pip install 'kvcache-rag\[structured\]'"
-    with pytest.raises(MissingExtraError, match=sentence):
-        patient.structured_predict(Finding, PROMPT, thing="a lamp")
     with pytest.raises(MissingExtraError, match=sentence):
         KVCacheSynthesizer(patient, output_cls=Finding)
     template = PromptTemplate("x", output_parser=PydanticOutputParser(output_cls=Finding))

@@ -70,17 +70,6 @@ def test_plain_and_stitched_never_meet(engine: SmallEngine) -> None:
     assert engine.plain(case).num_cached_tokens == 0
 
 
-def test_many_at_once_are_as_alone(engine: SmallEngine) -> None:
-    cases = [random_case(seed, (11, 40 + seed, 25, 60, 7)) for seed in range(3, 9)]
-    cases = [replace(case, prefix=cases[0].prefix) for case in cases]
-    for case in cases:
-        engine.keep(case)
-    asked = [(case.ids, case.params, "") for case in cases]
-    for case, answer in zip(cases, engine.many(asked), strict=True):
-        assert apart(answer, engine.stitched(case)) < TOLERANCE
-        assert reused(answer) == case.params.context
-
-
 def test_tenants_share_neither_files_nor_pages(engine: SmallEngine) -> None:
     case = random_case(10)
     engine.keep(case, "a")

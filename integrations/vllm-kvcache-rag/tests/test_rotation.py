@@ -18,17 +18,13 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
     "initializer_range": 0.2, "pad_token_id": 0,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    "qwen2 yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 256,
-        }
-    },
+    "qwen2 yarn": {"rope_parameters": YARN},
     "qwen3": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
@@ -85,15 +81,13 @@ def test_layers_that_do_not_rotate_are_found() -> None:
 def test_another_rotation_is_refused_by_name() -> None:
     model = model_of("llama")
     keys, values = computed(model, [7] * 192)
-    wrong = frequencies(model.config, keys.shape[3]) * 1.1
-    with pytest.raises(UnsupportedModelError, match=r"llama: keys of layer 0 are .* off when they"):
-        measured(keys, values, wrong, "llama")
     right = frequencies(model.config, keys.shape[3])
-    damaged = keys.clone()
+    with pytest.raises(UnsupportedModelError, match=r"llama: keys of layer 0 are .* off when they"):
+        measured(keys, values, right * 1.1, "llama")
+    damaged, bent = keys.clone(), values.clone()
     damaged[2, 1, 150, 3] += 1.0
     with pytest.raises(UnsupportedModelError, match="keys of layer 2 are"):
         measured(damaged, values, right, "llama")
-    bent = values.clone()
     bent[3, 0, 100] += 1.0
     with pytest.raises(UnsupportedModelError, match="values of layer 3 depend on their position"):
         measured(keys, bent, right, "llama")
@@ -107,19 +101,23 @@ def test_engines_that_round_in_the_models_dtype_are_taken() -> None:
     assert {one.style for one in rotation.layers} == {"half"}
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_length_are_refused(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "prompt's length .dynamic"),
+        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}, "prompt's length .longrope"),
+        (
+            {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "by frequencies of several kinds",
+        ),
+    ],
+    ids=["dynamic", "longrope", "kinds of layers"],
+)
+def test_frequencies_that_are_not_one_for_all_are_refused(rope: dict[str, Any], said: str) -> None:
     config = model_of("llama").config
-    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match=f"depend on the prompt's length .{kind}"):
-        frequencies(config, 16)
-
-
-def test_kinds_of_layers_with_frequencies_of_their_own_are_refused() -> None:
-    config = model_of("llama").config
-    config.rope_parameters = {
-        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    with pytest.raises(UnsupportedModelError, match="by frequencies of several kinds"):
+    config.rope_parameters = rope
+    with pytest.raises(UnsupportedModelError, match=said):
         frequencies(config, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from kvcache_rag import MemoryStore
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout
-from vllm_kvcache_rag.keys import specs
+from vllm_kvcache_rag.keys import pieces_of, specs
 from vllm_kvcache_rag.scheduling import UNPROVEN, RequestScheduler
 from vllm_kvcache_rag.transfer.grants import GrantKey
 from vllm_kvcache_rag.transfer.params import TransferParams
@@ -43,13 +44,7 @@ class FakeRequest:
         self.block_hashes.append(f"block under {self.cache_salt}")
 
 
-@dataclass
-class FakeManager:
-    """Of the paged cache."""
-
-    def get_block_ids(self, name: str) -> tuple[list[int], ...]:
-        del name
-        return ([5, 6, 7],)
+MANAGER = SimpleNamespace(get_block_ids=lambda name: ([5, 6, 7],))  # of the paged cache
 
 
 class SlowStore(MemoryStore):
@@ -88,53 +83,45 @@ def scheduler(store: MemoryStore | None = None) -> RequestScheduler:
 
 def fill(store: MemoryStore, params: TransferParams = PARAMS, namespace: str = "tenant") -> None:
     """Store what a request needs, of both ranks."""
-    from vllm_kvcache_rag.keys import pieces_of
-
     for piece in pieces_of(params, IDS, namespace, SPECS):
         for key in piece.keys:
             tokens = torch.tensor(piece.ids, dtype=torch.int32)
             store.put(key, ChunkKV(LAYOUT, tokens, key.start, LAYOUT.empty(len(tokens))))
 
 
-def test_what_is_held_is_loaded_behind_what_is_there() -> None:
+@pytest.fixture
+def filled() -> MemoryStore:
     store = MemoryStore()
     fill(store)
-    side, one = scheduler(store), request()
+    return store
+
+
+def test_what_is_held_is_loaded_behind_what_is_there(filled: MemoryStore) -> None:
+    side, one = scheduler(filled), request()
     side.take(one)
     assert side.matched(one, 0) == (12, True)
     assert side.matched(one, 8) == (4, True)
     assert side.matched(one, 16) == (0, False)
     side.matched(one, 8)
     side.place(one, [5, 6, 7], 4)
-    (job,) = side.step({}, FakeManager()).loads
+    (job,) = side.step({}, MANAGER).loads
     assert (job.request, job.blocks, job.first) == ("r", (5, 6, 7), 8)
     assert [piece.stop for piece in job.pieces] == [3, 7, 12]
-    assert not side.step({}, FakeManager()).loads, "once"
+    assert not side.step({}, MANAGER).loads, "once"
     assert side.end(one) == {"kvcache_rag": {"reused": 12}}
 
 
-def test_one_rank_that_lacks_a_piece_is_a_miss() -> None:
-    store = MemoryStore()
-    fill(store)
-    one = request()
-    side = scheduler(store)
+def test_one_rank_that_lacks_a_piece_is_a_miss(filled: MemoryStore) -> None:
+    filled.delete(pieces_of(PARAMS, IDS, "tenant", SPECS)[2].keys[1])
+    side, one = scheduler(filled), request()
     side.take(one)
-    assert side.matched(one, 0) == (12, True)
-    from vllm_kvcache_rag.keys import pieces_of
-
-    store.delete(pieces_of(PARAMS, IDS, "tenant", SPECS)[2].keys[1])
-    again = request("again")
-    side.take(again)
-    assert side.matched(again, 0) == (0, False)
-    reply = side.end(again)
-    assert reply == {"kvcache_rag": {"reused": 0, "why": "not all of it is stored"}}
+    assert side.matched(one, 0) == (0, False)
+    assert side.end(one) == {"kvcache_rag": {"reused": 0, "why": "not all of it is stored"}}
 
 
-def test_stitched_plain_and_tenants_never_share_a_salt() -> None:
-    store = MemoryStore()
-    side = scheduler(store)
-    fill(store)
-    fill(store, namespace="other")
+def test_stitched_plain_and_tenants_never_share_a_salt(filled: MemoryStore) -> None:
+    side = scheduler(filled)
+    fill(filled, namespace="other")
     requests = [
         request("stitched"),
         request("tenant", namespace="other"),
@@ -158,20 +145,17 @@ def test_stitched_plain_and_tenants_never_share_a_salt() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "change",
     [
-        {"lora_request": object()},
-        {"has_encoder_inputs": True},
-        {"prompt_embeds": object()},
-        {"resumable": True},
-        {"skip_reading_prefix_cache": True},
+        "lora_request",
+        "has_encoder_inputs",
+        "prompt_embeds",
+        "resumable",
+        "skip_reading_prefix_cache",
     ],
-    ids=lambda changes: next(iter(changes)),
 )
-def test_requests_of_other_kinds_are_computed_whole(changes: dict[str, Any]) -> None:
-    store = MemoryStore()
-    fill(store)
-    side, one = scheduler(store), request(**changes)
+def test_requests_of_other_kinds_are_computed_whole(filled: MemoryStore, change: str) -> None:
+    side, one = scheduler(filled), request(**{change: True})
     plain = FakeRequest("plain", list(IDS))
     side.take(one)
     side.take(plain)
@@ -181,10 +165,8 @@ def test_requests_of_other_kinds_are_computed_whole(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("mode", ["reuse", "store", "law"])
-def test_without_a_grant_nothing_is_reused_or_stored(mode: Any) -> None:
-    store = MemoryStore()
-    fill(store)
-    side = scheduler(store)
+def test_without_a_grant_nothing_is_reused_or_stored(filled: MemoryStore, mode: Any) -> None:
+    side = scheduler(filled)
     params = TransferParams(3, (4,), mode=mode)
     other = params.digest(IDS[::-1])
     for grant in ("", "x", KEY.issue("tenant", other), GrantKey(b"z" * 32).issue("tenant", other)):
@@ -192,25 +174,23 @@ def test_without_a_grant_nothing_is_reused_or_stored(mode: Any) -> None:
         one = FakeRequest("r", list(IDS), body)
         side.take(one)
         assert side.matched(one, 0) == (0, False)
-        step = side.step({"r": 20}, FakeManager())
+        step = side.step({"r": 20}, MANAGER)
         assert not [*step.loads, *step.saves, *step.laws]
         assert side.end(one) is None
 
 
-def test_until_the_law_holds_nothing_is_reused_or_stored() -> None:
-    store = MemoryStore()
-    fill(store)
-    side = scheduler(store)
+def test_until_the_law_holds_nothing_is_reused_or_stored(filled: MemoryStore) -> None:
+    side = scheduler(filled)
     side.law = UNPROVEN
     for mode in ("reuse", "store"):
         one = request(params=TransferParams(3, (4,), mode=mode))  # type: ignore[arg-type]
         side.take(one)
         assert side.matched(one, 0) == (0, False)
-        assert not side.step({"r": 20}, FakeManager()).saves
+        assert not side.step({"r": 20}, MANAGER).saves
         assert side.end(one) == {"kvcache_rag": {"reused": 0, "why": UNPROVEN}}
     law = request(params=TransferParams(0, (20,), mode="law"))
     side.take(law)
-    (job,) = side.step({"r": 20}, FakeManager()).laws
+    (job,) = side.step({"r": 20}, MANAGER).laws
     assert job.request == "r"
     reply = side.end(law)["kvcache_rag"]
     engine = reply.pop("engine")  # what its chunks depend on, for verdicts
@@ -231,23 +211,20 @@ def test_a_chunk_is_stored_once_all_of_it_is_computed() -> None:
     assert side.matched(one, 0) == (0, False)
     for computed, tokens, jobs in ((0, 8, 0), (8, 3, 0), (11, 1, 1), (12, 8, 0)):
         one.num_computed_tokens = computed
-        assert len(side.step({"r": tokens}, FakeManager()).saves) == jobs
+        assert len(side.step({"r": tokens}, MANAGER).saves) == jobs
 
 
 def test_a_chunk_that_is_stored_already_is_not_computed_again() -> None:
     store = MemoryStore()
-    params = TransferParams(3, (17,), mode="store")
     fill(store, TransferParams(3, (17,)))
-    side, one = scheduler(store), request(params=params)
+    side, one = scheduler(store), request(params=TransferParams(3, (17,), mode="store"))
     side.take(one)
     assert side.matched(one, 0) == (20, True)
-    assert not side.step({"r": 1}, FakeManager()).saves
+    assert not side.step({"r": 1}, MANAGER).saves
 
 
-def test_what_failed_to_load_is_computed_as_a_plain_request_is() -> None:
-    store = MemoryStore()
-    fill(store)
-    side, one = scheduler(store), request(cache_salt="own")
+def test_what_failed_to_load_is_computed_as_a_plain_request_is(filled: MemoryStore) -> None:
+    side, one = scheduler(filled), request(cache_salt="own")
     plain = request("plain", params=TransferParams(3, (9,), mode="store"), cache_salt="own")
     side.take(one)
     side.take(plain)
@@ -290,19 +267,16 @@ def test_a_store_that_fails_is_a_miss() -> None:
     while side.matched(one, 0)[0] is None:
         threading.Event().wait(0.01)
     assert side.matched(one, 0) == (0, False)
-    reply = side.end(one)
-    assert reply is not None
-    assert reply["kvcache_rag"]["why"] == "the store failed: the share is gone"
+    said = {"reused": 0, "why": "the store failed: the share is gone"}
+    assert side.end(one) == {"kvcache_rag": said}
 
 
-def test_an_ended_request_is_forgotten() -> None:
-    store = MemoryStore()
-    fill(store)
-    side, one = scheduler(store), request()
+def test_an_ended_request_is_forgotten(filled: MemoryStore) -> None:
+    side, one = scheduler(filled), request()
     side.take(one)
     side.matched(one, 0)
     side.place(one, [1], 12)
     side.end(one)
-    assert not side.step({"r": 20}, FakeManager()).loads
+    assert not side.step({"r": 20}, MANAGER).loads
     assert side.matched(one, 0) == (0, False)
     assert side.end(one) is None

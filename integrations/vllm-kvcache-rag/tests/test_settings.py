@@ -59,25 +59,24 @@ def test_what_cannot_be_used_is_named(extra: dict[str, Any], words: str) -> None
 
 def engine(**changes: Any) -> tuple[Any, Any]:
     """What vLLM says of itself, as far as it is looked at."""
-    parallel = SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1))
-    parallel.decode_context_parallel_size = changes.get("context", 1)
-    model = SimpleNamespace(model="M", use_mla=changes.get("mla", False))
-    model.is_hybrid, model.is_attention_free = changes.get("hybrid"), changes.get("mamba")
-    cache = SimpleNamespace(cache_dtype=changes.get("dtype", "auto"))
-    config = SimpleNamespace(parallel_config=parallel, model_config=model, cache_config=cache)
-    return config, SimpleNamespace(kv_cache_groups=[None] * changes.get("groups", 1))
+    told = {"model": "M", "use_mla": False, "is_hybrid": False, "is_attention_free": False}
+    told |= {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "cache_dtype": "auto"}
+    groups = changes.pop("groups", 1)
+    every = SimpleNamespace(**{**told, **changes})
+    config = SimpleNamespace(parallel_config=every, model_config=every, cache_config=every)
+    return config, SimpleNamespace(kv_cache_groups=[None] * groups)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mla": True}, "latent attention"),
-        ({"hybrid": True, "groups": 2}, "recurrent layers"),
-        ({"mamba": True}, "recurrent layers"),
-        ({"groups": 2}, "2 groups of layers"),
-        ({"pipeline": 2}, "pipeline parallelism"),
-        ({"context": 2}, "context parallelism"),
-        ({"dtype": "fp8"}, "a cache of fp8"),
+        ({"use_mla": True}, "latent attention"),
+        ({"is_hybrid": True, "groups": 2}, "recurrent layers"),
+        ({"is_attention_free": True}, "recurrent layers"),
+        ({"groups": 2}, "2 groups of layers with caches of their own"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"cache_dtype": "fp8"}, "a cache of fp8"),
     ],
 )
 def test_an_engine_that_cannot_be_stitched_is_refused(changes: dict[str, Any], words: str) -> None:

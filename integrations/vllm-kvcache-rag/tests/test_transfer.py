@@ -45,14 +45,12 @@ def test_what_is_sent_is_what_is_read(prefix: int, chunks: list[int], positions:
     [
         ([], "is an object"),
         ({"prefix": 3, "chunks": [2], "salt": 1}, "no field 'salt'"),
-        ({"prefix": -1, "chunks": [2]}, "prefix is a whole number"),
-        ({"prefix": True, "chunks": [2]}, "prefix is a whole number"),
-        ({"prefix": 1.5, "chunks": [2]}, "prefix is a whole number"),
+        *[({"prefix": no, "chunks": [2]}, "prefix is a whole number") for no in (-1, True, 1.5)],
         ({"prefix": 3}, "chunks lists"),
-        ({"prefix": 3, "chunks": []}, "chunks lists"),
-        ({"prefix": 3, "chunks": [0]}, "chunks lists"),
-        ({"prefix": 3, "chunks": ["2"]}, "chunks lists"),
-        ({"prefix": 3, "chunks": [1] * (MOST_CHUNKS + 1)}, "chunks lists"),
+        *[
+            ({"prefix": 3, "chunks": no}, "chunks lists")
+            for no in ([], [0], ["2"], [1] * (MOST_CHUNKS + 1))
+        ],
         ({"prefix": 3, "chunks": [2], "positions": "kept"}, "positions is one of reordered, comp"),
         ({"prefix": 3, "chunks": [2], "mode": ["reuse"]}, "mode is one of reuse, store, law"),
         ({"prefix": 3, "chunks": [2, 2], "mode": "store"}, 'mode "store" takes one chunk, not 2'),
@@ -84,10 +82,9 @@ def test_a_grant_says_the_tenant_of_its_request_alone(namespace: str) -> None:
     grant = key.issue(namespace, request)
     assert grant.isascii()
     assert key.namespace(grant, request) == namespace
-    with pytest.raises(InvalidInputError, match="not of this engine's key, or not for it"):
-        key.namespace(grant, PARAMS.digest(IDS[1:]))
-    with pytest.raises(InvalidInputError, match="not of this engine's key, or not for it"):
-        GrantKey(SECRET[::-1]).namespace(grant, request)
+    for other, of in ((key, PARAMS.digest(IDS[1:])), (GrantKey(SECRET[::-1]), request)):
+        with pytest.raises(InvalidInputError, match="not of this engine's key, or not for it"):
+            other.namespace(grant, of)
 
 
 @given(st.integers(0, 200), st.integers(1, 127))
