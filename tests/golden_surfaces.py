@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 SOURCES: Final = {
     "kvcache-rag": "src/kvcache_rag",
+    "kvcache-rag-cpu": "integrations/kvcache-rag-cpu/kvcache_rag_cpu",
     "kvcache-rag-lab": "lab/kvcache_rag_lab",
+    "kvcache-rag-llamacpp": "integrations/kvcache-rag-llamacpp/kvcache_rag_llamacpp",
     "kvcache-rag-server": "integrations/kvcache-rag-server/kvcache_rag_server",
     "kvcache-rag-smollm2": "integrations/kvcache-rag-smollm2/kvcache_rag_smollm2",
     "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
@@ -40,7 +42,7 @@ PROJECTS: Final = {
     for name, place in SOURCES.items()
 }
 _OURS: Final = (
-    *("kvcache_rag", "kvcache_rag_lab", "kvcache_rag_server"),
+    *("kvcache_rag", "kvcache_rag_cpu", "kvcache_rag_lab", "kvcache_rag_server"),
     *("langchain_kvcache_rag", "llama_index.kvcache_rag"),
 )
 

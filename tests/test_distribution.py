@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = "src/kvcache_rag"
+KERNELS = "integrations/kvcache-rag-cpu/kvcache_rag_cpu"
 
 
 def run(*words: str, said: str = "") -> list[str]:
@@ -43,17 +44,23 @@ def test_every_module_is_linted(tracked: list[str]) -> None:
     assert modules <= {Path(name).relative_to(ROOT).as_posix() for name in looked_at}
 
 
-def test_the_wheel_holds_what_is_tracked(tracked: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [SOURCE, KERNELS])
+def test_the_wheel_holds_what_is_tracked(source: str, tracked: list[str], tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="what builds the wheel is not installed")
-    build = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1]))"
-    (wheel,) = run(sys.executable, "-c", build, str(tmp_path))
+    project, _, _ = source.rpartition("/")
+    where = "." if source == SOURCE else project
+    build = (
+        "import os, sys, hatchling.build as b; os.chdir(sys.argv[2]); "
+        "print(b.build_wheel(sys.argv[1]))"
+    )
+    (wheel,) = run(sys.executable, "-c", build, str(tmp_path), where)
     with zipfile.ZipFile(tmp_path / wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
     there = {name for name in tracked if (ROOT / name).is_file()}
-    own = {name.removeprefix("src/") for name in there if name.startswith(f"{SOURCE}/")}
-    new = set(run("git", "ls-files", "--others", "--exclude-standard", SOURCE))
+    own = {name.removeprefix(f"{project}/") for name in there if name.startswith(f"{source}/")}
+    new = set(run("git", "ls-files", "--others", "--exclude-standard", source))
     compiled = {name for name in names if name.endswith(".so")}  # where there is a compiler
-    assert names - compiled == own | {name.removeprefix("src/") for name in new}
+    assert names - compiled == own | {name.removeprefix(f"{project}/") for name in new}
     kernels = {name for name in own if name.endswith(".c")}
     built = {str(Path(name).with_name(f"lib{Path(name).stem}.so")) for name in kernels}
     compiler = os.environ.get("CC") or shutil.which("gcc")

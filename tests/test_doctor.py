@@ -16,8 +16,8 @@ import pytest
 from kvcache_rag import cli
 from kvcache_rag.commands import doctor, self_check
 from kvcache_rag.commands.self_check import TOLERANCE, StitchedAnswer, stitched_answer
-from kvcache_rag.models import compiled
-from tests.golden_surfaces import PROJECTS
+from kvcache_rag_cpu import compiled
+from tests.golden_surfaces import projects
 
 GOOD = StitchedAnswer("Who?", "Ann", "Ann", 100, 0.01, 1e-6)
 # What nothing but an extra or another distribution brings, and transformers does not look for.
@@ -197,11 +197,10 @@ def test_what_a_distribution_needs_and_has_not_is_a_problem(
 
 
 def test_every_distribution_and_extra_says_what_it_adds() -> None:
-    names = {*PROJECTS, "vllm-kvcache-rag"}
-    assert set(doctor.ADDS) == names
-    for name in names:
-        extras = metadata.metadata(name).get_all("Provides-Extra") or []
-        assert set(doctor.ADDS[name]) == {"", *extras}, name
+    declared = projects()
+    assert set(doctor.ADDS) == set(declared)
+    for name, project in declared.items():
+        assert set(doctor.ADDS[name]) == {"", *project["extras"]}, name
 
 
 def test_every_kernel_is_looked_at() -> None:

@@ -1,6 +1,6 @@
 """Every dist installs alone from its wheel, and its sdist passes the tests that it carries.
 
-Here, as it takes minutes to build seven of them and to make an environment for each.
+Here, as it takes minutes to build nine of them and to make an environment for each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ pytest.importorskip("build", reason="what builds sdists and wheels is not instal
 # Tests of each sdist that take no more than a second or two.
 QUICK = {
     "kvcache-rag": ["tests/test_chunk.py"],
+    "kvcache-rag-cpu": ["tests/test_rounded_weights.py"],
     "kvcache-rag-lab": ["tests/test_scoring_statistics.py"],
+    "kvcache-rag-llamacpp": ["tests/test_backend.py"],
     "kvcache-rag-server": ["tests/test_differing.py"],
     "kvcache-rag-smollm2": ["tests"],
     "langchain-kvcache-rag": ["tests/test_embeddings.py"],
     "llama-index-kvcache-rag": ["tests/test_embeddings.py"],
     "vllm-kvcache-rag": ["tests/test_settings.py"],
+}
+# Dists of ours that come along with one, beside the core.
+ASKED = {
+    "kvcache-rag-lab": {"kvcache-rag-cpu", "kvcache-rag-server"},
+    "kvcache-rag-server": {"kvcache-rag-cpu"},
+    "langchain-kvcache-rag": {"kvcache-rag-cpu"},
+    "llama-index-kvcache-rag": {"kvcache-rag-cpu"},
 }
 LINK = re.compile(r"\]\(([^)\s]+)|\b(?:src|srcset|href)=\"([^\"]+)")
 
@@ -65,7 +74,7 @@ def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
 
     looked = json.dumps([name, dists.PUBLIC[name]])
     there = json.loads(run(python, "-I", "-W", "ignore", "-c", dists.LOOK, looked))
-    asked = {"kvcache-rag-server"} if name == "kvcache-rag-lab" else set()
+    asked = ASKED.get(name, set())
     assert there == sorted({"kvcache-rag", name} | asked)
     shown = run(python.with_name("kvcache-rag"), "--help")
     assert ("\n  ingest " in shown) == (name == "llama-index-kvcache-rag")
@@ -108,9 +117,10 @@ def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
     assert name == "kvcache-rag-smollm2" or any("/kvcache-rag/" in one for one in links)
 
 
-def test_the_sdist_of_the_core_brings_the_source_of_its_kernels(built: Path) -> None:
+def test_kernels_are_in_their_sdist_and_the_core_is_for_every_machine(built: Path) -> None:
     """What of them is in the wheel is told in `tests/test_distribution.py`."""
-    with tarfile.open(next(built.glob("kvcache_rag-*.tar.gz"))) as sdist:
+    assert list(built.glob("kvcache_rag-*-py3-none-any.whl"))
+    with tarfile.open(next(built.glob("kvcache_rag_cpu-*.tar.gz"))) as sdist:
         packed = {Path(*Path(one).parts[1:]).as_posix() for one in sdist.getnames()}
     assert len([one for one in packed if one.endswith(".c")]) == 3
     assert "hatch_build.py" in packed

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcache_rag.models import few_rows, linears, rounded_weights
-from kvcache_rag.models.linears import Int4Linear, Int8Linear, PrepackedLinear
+from kvcache_rag_cpu import few_rows, linears, rounded_weights
+from kvcache_rag_cpu.linears import Int4Linear, Int8Linear, PrepackedLinear
 
 BF16 = torch.bfloat16
 BITS = {Int8Linear: 8, Int4Linear: 4}

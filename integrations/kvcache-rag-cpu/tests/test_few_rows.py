@@ -15,10 +15,11 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from zoo import build
 
-from kvcache_rag.models import few_rows, pack_weights, unpack_weights
-from kvcache_rag.models.linears import PrepackedLinear
-from kvcache_rag.models.norms import FusedNorm, fused_norm
+from kvcache_rag.models import pack_weights, unpack_weights
 from kvcache_rag.models.weights import Weights
+from kvcache_rag_cpu import few_rows
+from kvcache_rag_cpu.linears import PrepackedLinear
+from kvcache_rag_cpu.norms import FusedNorm, fused_norm
 
 BF16 = torch.bfloat16
 

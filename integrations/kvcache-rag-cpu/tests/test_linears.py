@@ -17,8 +17,8 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models import pack_weights, unpack_weights
-from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag.models.weights import Weights, model_identity
+from kvcache_rag_cpu.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag_server.prefetch import twin
 
 if TYPE_CHECKING:
