@@ -152,7 +152,8 @@ def test_limits_count_states(model: Any, engine: Engine) -> None:
 def test_codecs_round_keys_and_values_alone(
     model: Any, engine: Engine, codec: str, tmp_path: Path
 ) -> None:
-    layout, store = access.chunk_layout(engine), DiskStore(tmp_path, codec=codec, durable=False)
+    store, layout = DiskStore(tmp_path, codec=codec, durable=False), access.chunk_layout(engine)
+    over(model, store).add(ORDER)
     coded = over(model, store)
     found, expected = (one.logits(QUESTION, ORDER) for one in (coded, engine))
     assert torch.equal(found, expected) == (not layout.groups)
