@@ -114,8 +114,13 @@ def _points(project: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def entry_point_targets() -> Iterator[tuple[str, str, Any]]:
-    """Group, name and object of every entry point that a `pyproject.toml` declares."""
-    for path in PROJECTS.values():
+    """Group, name and object of every entry point that a `pyproject.toml` declares.
+
+    Not of llama.cpp's dist, which no environment has but that of `make test-llamacpp`.
+    """
+    for dist, path in PROJECTS.items():
+        if dist == "kvcache-rag-llamacpp":
+            continue
         for group, points in _points(_toml(path)["project"]).items():
             for name, target in points.items():
                 if group != "kvcache_rag.adapters":  # which leads to a folder

@@ -31,7 +31,7 @@ class Borrowed:
         return model, make_tokenizer()
 
     def check(self, name: str) -> None:
-        if name != "mine":
+        if name != "someone/mine":
             raise InvalidInputError(f"there is no {name}")
 
     def check_loaded(self, weight_format: str, *, has_adapter: bool) -> None:
@@ -58,20 +58,20 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> Borrowed:
 
 
 def test_a_package_brings_one(borrowed: Borrowed) -> None:
-    engine = Engine.from_pretrained("mine", backend="borrowed", weight_format="plain")
-    assert borrowed.loaded == [("mine", "plain")]
+    engine = Engine.from_pretrained("someone/mine", backend="borrowed", weight_format="plain")
+    assert borrowed.loaded == [("someone/mine", "plain")]
     assert engine.generate("Who?", ["Ann."], max_new_tokens=2).text is not None
-    check_model("mine", "borrowed")
+    check_model("someone/mine", "borrowed")
     with pytest.raises(InvalidInputError, match="there is no other"):
         check_model("other", "borrowed")
-    assert LocalSettings(model="mine", backend="borrowed").backend == "borrowed"
+    assert LocalSettings(model="someone/mine", backend="borrowed").backend == "borrowed"
 
 
 def test_a_name_that_nobody_has_is_refused(borrowed: Borrowed) -> None:
     said = "there is no backend 'mlx'; say 'transformers', 'llama.cpp' or 'borrowed'"
     for asked in (
-        lambda: LocalSettings(model="mine", backend="mlx"),
-        lambda: Engine.from_pretrained("mine", backend="mlx"),
+        lambda: LocalSettings(model="someone/mine", backend="mlx"),
+        lambda: Engine.from_pretrained("someone/mine", backend="mlx"),
     ):
         with pytest.raises(InvalidInputError, match=said):
             asked()
@@ -81,4 +81,4 @@ def test_one_that_an_extra_brings_says_which(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(backends, "entry_points", lambda group, **by: EntryPoints([]))
     with pytest.raises(MissingExtraError, match=r"pip install 'kvcache-rag\[llama-cpp\]'"):
         backends.named_backend("llama.cpp")
-    assert LocalSettings(model="mine", backend="llama.cpp").backend == "llama.cpp"
+    assert LocalSettings(model="someone/mine", backend="llama.cpp").backend == "llama.cpp"

@@ -62,6 +62,14 @@ def _adapter(value: Any) -> str:
     return os.path.abspath(_path(value)) if isinstance(value, os.PathLike) else _path(value)
 
 
+def said_backend(name: str, *others: str) -> str:
+    """A name for `backend`, as validators take it: a back end's, or another that is taken."""
+    try:
+        return check_backend(name, *others)
+    except InvalidInputError as error:
+        raise ValueError(str(error)) from error
+
+
 def _dtype(value: Any) -> Any:
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
@@ -161,7 +169,7 @@ class EngineOptions(BaseModel):
 
     model_config = OPTIONS
 
-    backend: Annotated[str, AfterValidator(check_backend)] = TRANSFORMERS
+    backend: Annotated[str, AfterValidator(said_backend)] = TRANSFORMERS
     """What runs the model: transformers, or a back end that a package brings, such as llama.cpp,
     which takes GGUF files as they are (4 bits stay 4 bits)."""
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None

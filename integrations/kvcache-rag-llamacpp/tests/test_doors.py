@@ -18,12 +18,12 @@ from kvcache_rag.errors import MissingExtraError, UnsupportedModelError
 from kvcache_rag.integration import parameter_count
 from kvcache_rag.models.pretrained import check_model
 from kvcache_rag.settings import LocalSettings
-from kvcache_rag_llamacpp.binding import LlamaCpp
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 llama.needed()
+LlamaCpp = pytest.importorskip("kvcache_rag_llamacpp.binding").LlamaCpp
 
 CHECK = ["models", "check", llama.NAME, "--backend", "llama.cpp", "--adapter", "none"]
 

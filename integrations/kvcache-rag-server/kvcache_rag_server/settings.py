@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from pydantic import AfterValidator, Field, model_validator
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.backends import TRANSFORMERS, check_backend
+from kvcache_rag.models.backends import TRANSFORMERS
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.settings import (
     ByteLimit,
@@ -18,6 +18,7 @@ from kvcache_rag.settings import (
     PathText,
     Settings,
     check_device,
+    said_backend,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _OF_VLLM: Final = {
 
 
 def _backend(name: str) -> str:
-    return check_backend(name, VLLM)
+    return said_backend(name, VLLM)
 
 
 class RequestLimits(Settings):
