@@ -153,7 +153,7 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory -j 2 types-3.10 types-3.13
 	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src lab/kvcache_rag_lab $(wildcard integrations/*/*_*)
-	$(BIN)/lint-imports --no-cache
+	PYTHONPATH=integrations/kvcache-rag-llamacpp $(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
