@@ -36,7 +36,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import hash_vector
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.names import resolve
-from kvcache_rag.models.pretrained import Backend
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.base import Plan
 from kvcache_rag.policies.named import Form
@@ -522,7 +521,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="a GGUF file, a folder, a name")
     parser.add_argument("--name", help="of the model in results (default: of its file)")
-    parser.add_argument("--backend", choices=get_args(Backend), default="transformers")
+    parser.add_argument("--backend", default="transformers")
     parser.add_argument("--adapter", help="PEFT folder or installed name")
     parser.add_argument("--auxiliary", help="model that scores chunks for cacheclip")
     parser.add_argument(

@@ -99,7 +99,8 @@ def test_instructions_of_ones_own_stand_in_the_question() -> None:
     asked = grounded(SystemMessage("Be brief."), HumanMessage([block("a"), text("what?")]))
     assert (asked.question, asked.prefix_mismatch) == ("Be brief.\n\nwhat?", True)
     over = read_messages([HumanMessage([block("a"), text("what?")])], SYSTEM, " In JSON.")
-    assert over == Grounded("what? In JSON.", ("a",))
+    assert isinstance(over, Grounded)
+    assert over.question == "what? In JSON."
     plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
     assert plain == Conversation(({"role": "user", "content": "what? In JSON."},))
 

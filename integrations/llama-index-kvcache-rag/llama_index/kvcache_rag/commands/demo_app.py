@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
     from kvcache_rag.models import WeightFormat
-    from kvcache_rag.models.pretrained import Backend
     from kvcache_rag.policies import ReusePolicy
 
 
@@ -115,7 +114,7 @@ class DemoApp:
         top_k: int,
         max_new_tokens: int,
         policy: ReusePolicy | None = None,
-        backend: Backend = "transformers",
+        backend: str = "transformers",
         adapter: str | None = None,
         weight_format: WeightFormat = "auto",
         embed: str = "minilm",

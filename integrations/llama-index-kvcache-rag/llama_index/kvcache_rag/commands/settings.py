@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
 
     from kvcache_rag.models import WeightFormat
-    from kvcache_rag.models.pretrained import Backend
 
 KEY: Final = "kvcache-rag"
 """Of the collection's metadata."""
@@ -89,7 +88,7 @@ class Settings:
     collection: str = "docs"
     chunk_size: int = 256
     chunk_overlap: int = 32
-    backend: Backend = "transformers"
+    backend: str = "transformers"
     adapter: str | None = None
     weight_format: WeightFormat = "auto"
     folder: str = ""
