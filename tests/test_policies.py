@@ -156,6 +156,9 @@ def test_every_name_belongs_to_a_policy_that_keeps_them() -> None:
 
 # ---------------------------------------------------------------------- names
 class Scorer:
+    def __repr__(self) -> str:
+        return "Scorer()"
+
     def scores(self, question: str, chunks: Any) -> list[Tensor]:
         return [torch.zeros(len(chunk)) for chunk in chunks]
 

@@ -12,7 +12,6 @@ from kvcache_rag.cli import main
 from kvcache_rag.verdict import Verdict
 from kvcache_rag_lab.commands.verify import OF_LLAMA
 from kvcache_rag_lab.evaluation.verification import check_numerics
-from kvcache_rag_llamacpp.model import LlamaCppModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
 
 llama.needed()
+LlamaCppModel = pytest.importorskip("kvcache_rag_llamacpp.model").LlamaCppModel
 
 
 @pytest.fixture(scope="module")

@@ -473,11 +473,12 @@ def test_ingest_reads_documents_and_says_what_it_left_out(
     (files / "page.html").write_bytes(b"<h1>Tides</h1><p>The tide is low at noon.</p><img src=a>")
     (files / "secret.pdf").write_bytes(pdf(["x"], user_password="secret"))
     (files / "photo.png").write_bytes(b"")
+    (files / os.fsdecode(b"caf\xe9.txt")).write_text("The cafe is closed.", encoding="utf-8")
     told = json.loads(ingested("--json"))
     assert told["without"] == {"page.html": ["1 picture"]}
+    assert "caf\udce9.txt" in [one["name"] for one in told["left_out"]]
     blank = {"name": "blank.txt", "reason": "there is no text in it", "kept": False}
     assert blank in told["left_out"]
-    (files / os.fsdecode(b"caf\xe9.txt")).write_text("The cafe is closed.", encoding="utf-8")
     said = ingested()
     assert said.startswith("6 files, ")
     without, page, left_out, *others = said.splitlines()[4:]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +15,14 @@ import torch
 from near_questions import NOTES, UNANSWERED
 
 from kvcache_rag.cli import main
+from kvcache_rag.models.names import PACKAGED
 from llama_index.kvcache_rag.commands.corpus import embedding, open_store
-from llama_index.kvcache_rag.commands.report import is_near, source
+from llama_index.kvcache_rag.commands.report import is_near, likely, source
 from llama_index.kvcache_rag.commands.settings import Settings, collections_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SETTINGS = Settings(model="tiny", embed="minilm")
 
@@ -74,6 +78,51 @@ def test_ask_says_so(chroma: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, question = NOTES["radio.txt"]
     assert "near enough" not in asked(question)
     assert json.loads(asked(question, "--json"))["near"] is True
+
+
+@pytest.mark.parametrize(
+    ("model", "nats"),
+    [
+        ("smollm2", 4.0),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 4.0),
+        ("models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", 4.0),
+        ("Qwen2.5-Coder-0.5B-Instruct.f16.gguf", 4.0),
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", None),
+        ("smollm2-360m-instruct-q8_0.gguf", None),
+    ],
+)
+def test_only_models_that_were_measured_say_it_by_reading(model: str, nats: float | None) -> None:
+    assert likely(model) == nats
+
+
+def test_a_model_that_was_measured_says_it_with_every_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smollm2 = PACKAGED["smollm2"]
+    if not [*distributions(name=smollm2.package)]:
+        pytest.skip(smollm2.install)
+    notes = ["heron.txt", "mooring.md", "radio.txt", "soup.md", "winch.txt"]
+    (tmp_path / "notes").mkdir()
+    for name in notes:
+        (tmp_path / "notes" / name).write_text(NOTES[name][0], encoding="utf-8")
+    place = ("--chroma", str(tmp_path / "chroma"), "--kv-dir", str(tmp_path / "kv"))
+    by = ("--model", "smollm2", "--adapter", "none", "--embed", "hash")
+    assert main(["ingest", str(tmp_path / "notes"), *by, *place]) == 0
+
+    def asked(*words: str) -> str:
+        capsys.readouterr()
+        assert main(["ask", *words, *place, "--max-new-tokens", "1"]) == 0
+        return capsys.readouterr().out
+
+    for name in notes:
+        said = json.loads(asked(NOTES[name][1], "--json"))
+        best = max(said["sources"], key=lambda one: one["relevance"])
+        assert (said["near"], best["file"]) == (True, name)
+    for question in UNANSWERED[:4]:
+        assert json.loads(asked(question, "--json"))["near"] is False, question
+    printed = asked(UNANSWERED[0])
+    assert "no document makes the question much likelier (the best one by " in printed
+    assert re.search(r"\[1\] \S+ \(0\.\d{3}, [+-]\d+\.\d nats\): ", printed)
 
 
 # ---------------------------------------------------------------------- the embedding

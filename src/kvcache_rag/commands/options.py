@@ -6,6 +6,7 @@ A value that cannot be used is refused while the line is read, before anything i
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from pathlib import Path
@@ -122,6 +123,12 @@ def add_json(parser: argparse._ActionsContainer, more: str = "") -> None:
     """Declare that one JSON object is printed."""
     text = f"print one JSON object, and nothing else{more}"
     parser.add_argument("--json", action="store_true", help=text)
+
+
+def as_json(value: Any) -> str:
+    """What `--json` prints; half a letter, as in a file name that is not UTF-8, is an escape."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def add_report(parser: argparse._ActionsContainer, what: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.options import add_json
+from kvcache_rag.commands.options import add_json, as_json
 from llama_index.kvcache_rag.commands.corpus import Opened, add_answering, add_place, nothing_in
 from llama_index.kvcache_rag.commands.report import (
     cost_line,
@@ -82,7 +81,7 @@ def _print(arguments: argparse.Namespace, opened: Opened, response: Any) -> None
             "metrics": cost,
             "sources": found,
         }
-        print(json.dumps(said, indent=2, ensure_ascii=False))
+        print(as_json(said))
         return
     print("\n")
     if near is False:

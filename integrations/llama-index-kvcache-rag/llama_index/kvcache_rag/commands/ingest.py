@@ -7,7 +7,6 @@ taken out.  A collection is of one folder; another one's files take their place 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.cli import REFUSED
 from kvcache_rag.commands.listing import FOLDER
-from kvcache_rag.commands.options import add_chunking, add_json, check_chunking
+from kvcache_rag.commands.options import add_chunking, add_json, as_json, check_chunking
 from kvcache_rag.commands.which_model import no_model
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import left_out_lines, plain, read_folder, without_lines
@@ -140,7 +139,7 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
     if before is not None and before.model and not settings.is_by(before):
         print(f"note: {settings.collection!r} was of {before.described}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(said.as_json, indent=2, ensure_ascii=False))
+        print(as_json(said.as_json))
     else:
         print("\n".join(said.lines))
     if missing := said.missing:
