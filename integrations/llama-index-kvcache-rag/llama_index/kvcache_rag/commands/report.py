@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.collections import referenced
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.integration import Rows, plain
 from llama_index.kvcache_rag.commands.corpus import FILE_DIGEST
 from llama_index.kvcache_rag.commands.settings import this_machine
@@ -198,10 +199,16 @@ def far_line(sources: Sequence[Mapping[str, Any]], settings: Settings) -> str:
 
 
 def read(llm: KVCacheLLM, found: Sequence[NodeWithScore], question: str) -> dict[str, float]:
-    """How much likelier each retrieved node makes a question, in nats, by its id."""
+    """How much likelier each retrieved node makes a question, in nats, by its id.
+
+    Empty if one of them does not fit the context window, as an answer may be from the others.
+    """
     from llama_index.kvcache_rag import KVCacheRerank
 
-    ranked = KVCacheRerank(llm=llm).postprocess_nodes([*found], query_str=question)
+    try:
+        ranked = KVCacheRerank(llm=llm).postprocess_nodes([*found], query_str=question)
+    except ContextTooLongError:
+        return {}
     return {one.node.node_id: one.get_score() for one in ranked}
 
 
