@@ -595,7 +595,7 @@ VLLM = {"backend": "vllm", "base_url": ("http://a",)}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "sglang"}, "backend cannot be used: must be"),
+        ({"backend": "sglang"}, "backend cannot be used: there is no backend"),
         ({"backend": "vllm"}, "needs its servers: --base-url"),
         ({"base_url": ("http://a",)}, "are for servers: say --backend vllm"),
         ({"backend_key": "file"}, "are for servers: say --backend vllm"),
