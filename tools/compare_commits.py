@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORKTREE: Final = ("WORKTREE", ".")
-INTEGRATIONS: Final = ("langchain-kvcache-rag", "llama-index-kvcache-rag")
+INTEGRATIONS: Final = ("kvcache-rag-cpu", "langchain-kvcache-rag", "llama-index-kvcache-rag")
+_COMPILE: Final = "import hatch_build, pathlib; hatch_build.compiled(pathlib.Path())"
 PAIRS: Final = 30
 LAUNCHES: Final = 4  # even
 NOISE: Final = 1.02  # how far A against A may be apart, either way
@@ -283,11 +284,16 @@ def trees_of(revisions: Sequence[str]) -> Iterator[list[Path]]:
             made[revision] = tree = Path(scratch) / f"tree-{len(made)}"
             if revision in WORKTREE:
                 for part in ("src", "integrations"):
-                    ignored = shutil.ignore_patterns("__pycache__")
+                    ignored = shutil.ignore_patterns("__pycache__", "*.so")
                     shutil.copytree(ROOT / part, tree / part, ignore=ignored)
             else:
                 stack.callback(_git, "worktree", "remove", "--force", str(tree))
                 _git("worktree", "add", "--quiet", "--detach", str(tree), revision)
+        for tree in made.values():
+            # Each with its own kernels: the installed ones are those of another tree.
+            place = tree / "integrations" / "kvcache-rag-cpu"
+            place = place if place.is_dir() else tree  # as it was before there was such a dist
+            subprocess.run([sys.executable, "-c", _COMPILE], cwd=place, check=True)
         yield [made[revision] for revision in revisions]
 
 

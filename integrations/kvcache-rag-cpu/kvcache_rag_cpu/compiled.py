@@ -6,6 +6,8 @@ import ctypes
 from pathlib import Path
 from typing import Final
 
+import torch  # noqa: F401  # whose OpenMP the kernels call: it has to be loaded first
+
 KERNELS: Final = {
     "attention": "libfew_queries.so",
     "linear layers": "libfew_rows.so",

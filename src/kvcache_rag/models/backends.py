@@ -28,7 +28,8 @@ _EXTRAS: Final = {"llama.cpp": "llama-cpp"}
 class Backend(Protocol):
     """Loads models, and shows the rest of the package what they can do.
 
-    What `load` gives has the attribute `kvcache_backend`, which is this back end.  Its
+    A model that `load` gives has the attribute `kvcache_backend`, which is this back end, and what
+    is asked of transformers' models: `config`, `name_or_path`, `num_parameters()`.  Its
     `LanguageModel` says by `abilities` what it cannot do, in a sentence each, and by `contexts` who
     brings chunks into memory of its own.
     """
@@ -81,7 +82,13 @@ def named_backend(name: str) -> Backend | None:
         return None
     found = [*entry_points(group=GROUP, name=name)]
     if found:
-        return cast("Backend", found[0].load())
+        try:
+            return cast("Backend", found[0].load())
+        except ImportError as error:
+            raise InvalidInputError(
+                f"the back end {name} cannot be loaded ({error}); install its package again, of "
+                "the version of kvcache-rag"
+            ) from error
     check_backend(name)
     raise MissingExtraError(f"the back end {name}", _EXTRAS[name])
 
@@ -96,6 +103,8 @@ def check_backend(name: str, *others: str) -> str:
     Raises:
         InvalidInputError: If there is none.
     """
+    if name in (TRANSFORMERS, *_EXTRAS, *others):
+        return name
     names = dict.fromkeys((TRANSFORMERS, *_EXTRAS, *sorted(entry_points(group=GROUP).names)))
     known = (*names, *others)
     if name not in known:

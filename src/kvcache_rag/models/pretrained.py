@@ -34,8 +34,6 @@ from kvcache_rag.prompt.template import PromptTemplate
 if TYPE_CHECKING:
     from kvcache_rag.models.language import LanguageModel
 
-"""What runs a model."""
-
 DEVICE_PLANS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that name no device."""
 

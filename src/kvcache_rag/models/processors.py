@@ -40,9 +40,13 @@ class Kernels(Protocol):
 
 @cache
 def kernels() -> Kernels | None:
-    """Those that are installed, or None."""
-    found = [*entry_points(group=GROUP)]
-    return cast("Kernels", found[0].load()) if found else None
+    """Those that are installed, or None; some that cannot be loaded count as none."""
+    point = next(iter(entry_points(group=GROUP)), None)
+    try:
+        return None if point is None else cast("Kernels", point.load())
+    except Exception as error:  # whatever another package raises: models run without
+        _LOG.warning("the kernels for this CPU cannot be loaded: %r", error)
+        return None
 
 
 def multiplies_bfloat16() -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-import torch
 from torch import nn
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.models.processors import advise, has_kernels, kernels
+from kvcache_rag.models.processors import kernels
 from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
@@ -47,21 +46,21 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
     """
     check_weight_format(weight_format)
     found = kernels()
-    if found is not None:
-        return found.pack(model, weight_format)
-    if weight_format == "auto":
-        if model.device.type == "cpu" and model.dtype == torch.bfloat16 and has_kernels():
-            advise()
-    elif weight_format != "plain":
-        raise MissingExtraError("kvcache-rag-cpu", "cpu")
-    return model
+    return model if found is None else found.pack(model, weight_format)
 
 
 def check_weight_format(weight_format: str) -> None:
-    """Raise `InvalidInputError` if there is no such form."""
+    """Refuse what is known before a model is read.
+
+    Raises:
+        InvalidInputError: If there is no such form.
+        MissingExtraError: As for `pack_weights`.
+    """
     if weight_format not in FORMATS:
         names = ", ".join(map(repr, FORMATS))
         raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
+    if weight_format not in ("auto", "plain") and kernels() is None:
+        raise MissingExtraError("kvcache-rag-cpu", "cpu")
 
 
 def unpack_weights(model: Any) -> Any:

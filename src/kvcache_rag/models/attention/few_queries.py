@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.models.processors import kernels
+from kvcache_rag.models.processors import advise, has_kernels, kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,11 @@ class ChunkContext:
 def library() -> Any:
     """The kernel, or None where it was not built or this CPU cannot run it."""
     installed = kernels()
-    found = None if installed is None else installed.attention()
+    if installed is None:
+        if has_kernels():
+            advise()
+        return None
+    found = installed.attention()
     if found is None:
         return None
     sizes = tuple(getattr(found, f"kvcache_rag_{name}_bytes", int)() for name in ("shape", "chunk"))

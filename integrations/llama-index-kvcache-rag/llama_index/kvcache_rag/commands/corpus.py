@@ -144,7 +144,7 @@ def begin(settings: Settings) -> None:
     names = ("minilm", "hash")
     if settings.embed not in names:
         check_there(settings.embed, "embedding", names=names)
-    ready(EngineSettings(model=settings.model, adapter=settings.adapter))
+    ready(EngineSettings(model=settings.model, adapter=settings.adapter, backend=settings.backend))
 
 
 def _other_note(noted: Settings, settings: Settings) -> str:
