@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from small import make_model, make_tokenizer
+from small import make_tokenizer, make_untrained
 
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag.errors import MissingExtraError
@@ -26,7 +26,7 @@ class Borrowed:
 
     def load(self, name: str, *, weight_format: str, **_: Any) -> tuple[Any, Any]:
         self.loaded.append((name, weight_format))
-        model = make_model()
+        model = make_untrained()
         model.kvcache_backend = self
         return model, make_tokenizer()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small import make_model
+from small import make_untrained
 
 from kvcache_rag import Engine
 from kvcache_rag.errors import MissingExtraError
@@ -36,7 +36,7 @@ def test_a_model_stays_as_it_is_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(few_queries, "has_kernels", lambda: True)
-    model = make_model().to(torch.bfloat16)
+    model = make_untrained().to(torch.bfloat16)
     kinds = [type(module) for module in model.modules()]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_a_model_stays_as_it_is_and_it_is_said_once(
 
 @pytest.mark.usefixtures("bare")
 def test_other_forms_of_weights_say_what_brings_them() -> None:
-    model = make_model()
+    model = make_untrained()
     assert pack_weights(model, "plain") is model
     for form in ("prepacked", "int8", "int4"):
         for ask in (

@@ -34,7 +34,7 @@ from kvcache_rag import (
     LegoLink,
     Reuse,
 )
-from kvcache_rag.generation import cells
+from kvcache_rag_llamacpp import contexts as cells
 
 if TYPE_CHECKING:
     from pathlib import Path
