@@ -67,7 +67,7 @@ def test_verify_compares_what_llama_cpp_does(
 
 def test_eval_asks_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", llama.NAME, "--backend", "llama.cpp", "--adapter", "none"]
-    words += ["--task", "reader_single", "--questions", "1", "--documents", "2", "--facts", "2"]
+    words += ["--task", "reader_single", "--questions", "1"]
     words += ["--policies", "full", "reuse", "--timed", "0", "--report", str(tmp_path / "e.json")]
     assert main(words) == 0
     assert "reuse" in capsys.readouterr().out

@@ -69,6 +69,8 @@ class CellsContext(Context):
         sizes = [row.shape.tokens for row in self.rows]
         width = max(sizes)
         held = [width - count for count in missing]
+        if self.rows[0].continued > held[0]:  # a prompt alone, of which more is computed anew
+            self.cells.llama.remove(self.cells.sequences[0], held[0], -1)
         self.cells.is_at(width - max(missing), held, [width - size for size in sizes])
         return self.cells
 

@@ -282,6 +282,10 @@ def test_law_what_begins_alike_goes_on_alike(engine: Engine, policy: Any) -> Non
     again = asked(engine, OTHER, policy=policy)
     whole = again.prompt_tokens - (0 if policy.is_full else again.prefix_tokens)
     assert again.continued_tokens == whole - again.reused_tokens - 1
+    # Logits are of all tokens, also where an answer's would be of the last alone.
+    after = engine.logits(OTHER, TEXTS, policy=policy)
+    engine.forget_buffer()
+    assert error(after, engine.logits(OTHER, TEXTS, policy=policy)) < rounding("llama")
 
 
 def test_it_would_notice_other_cells(engine: Engine) -> None:
