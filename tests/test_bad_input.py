@@ -115,6 +115,14 @@ def test_an_empty_completion_is_refused(engine: Engine, prompt: Any) -> None:
         engine.complete(prompt)
 
 
+def test_a_completion_without_tokens_is_refused() -> None:
+    """The packaged reader's tokenizer has none for space alone."""
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    for prompt in (" ", "\n\t "):
+        with pytest.raises(InvalidInputError, match="the prompt is empty"):
+            engine.complete(prompt)
+
+
 @pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda one: one.name)
 def test_no_chunks_is_a_question_like_any_other(engine: Engine, policy: ReusePolicy) -> None:
     answer = engine.generate(QUESTION, [], policy=policy, max_new_tokens=5)

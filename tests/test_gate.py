@@ -226,7 +226,7 @@ def test_a_verdict_of_something_else_is_refused_with_what_differs(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 1.5}, "between 0 and 1"),
+        *(({"threshold": one}, "between 0 and 1") for one in (1.5, math.nan, True)),
         ({"below": "warn"}, '"full" or "error"'),
         ({"verdict": 7}, "not a int"),
     ],

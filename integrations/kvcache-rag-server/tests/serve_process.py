@@ -8,8 +8,10 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -27,21 +29,25 @@ _COMMAND = ("-m", "kvcache_rag.cli", "serve")
 @contextmanager
 def started(
     *words: str, command: tuple[str, ...] = _COMMAND, seconds: float = 2 * DEADLINE
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server for so long, once it has said that it is there; and what it said."""
-    with subprocess.Popen(
-        [sys.executable, *command, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """A server for so long, once it has said that it is there; what it said, and its log.
+
+    A log in a pipe would stop it as soon as that is full.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (log := Path(folder) / "log").open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, *command, *words], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         killer = threading.Timer(seconds, process.kill)
         killer.start()
         try:
             line = process.stdout.readline() if process.stdout else ""
             if not line:
-                raise AssertionError(process.stderr.read() if process.stderr else "")
-            yield process, line
+                raise AssertionError(log.read_text())
+            yield process, line, log
         finally:
             killer.cancel()
             if process.poll() is None:

@@ -65,7 +65,7 @@ def status_of(answer: bytes) -> int | None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     words = ("tiny", "--port", "0", "--max-body-seconds", "2")
-    with started(*words, seconds=600) as (process, line):
+    with started(*words, seconds=600) as (process, line, _):
         yield Server(process.pid, int(url_of(line).rpartition(":")[2]))
 
 

@@ -48,18 +48,27 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
     (tmp_path / "prompt_template.json").write_text("{}")
     assert settings_of() == ServerSettings(model="tiny")
     words = f"""
-        some/model --port 0 --prefetch-after 0 --max-concurrency 6 --max-body-seconds 8
+        some/model --kv-dir kv --kv-codec int8 --port 0 --policy cacheblend:0.2
+        --prefetch cpu --prefetch-after 0 --max-batch 4 --max-waiting 9
+        --max-documents 5 --max-concurrency 6 --max-body-seconds 8
         --allowed-hosts a --allowed-hosts b --memory-bytes 1kB --served-name m --template {tmp_path}
     """
     given = settings_of(*words.split())
     assert given == ServerSettings(
         model="some/model",
+        kv_dir="kv",
+        kv_codec="int8",
         port=0,
+        policy="cacheblend:0.2",
+        prefetch="cpu",
         prefetch_after=0.0,
+        max_batch=4,
+        max_waiting=9,
         allowed_hosts=("a", "b"),
         memory_bytes=1000,
         served_name="m",
         template=PromptTemplate(),
+        max_documents=5,
         max_body_seconds=8,
         max_concurrency=6,
     )
@@ -167,6 +176,19 @@ def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [{"revision": "abc"}, {}]
 
 
+def test_how_requests_wait_reaches_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {
+        "prefetch": "same",
+        "prefetch_after": 2.0,
+        "max_batch": 3,
+        "max_waiting": 9,
+    }
+    monkeypatch.setattr(startup, "open_engine", lambda settings: settings.model)
+    monkeypatch.setattr(startup, "LocalBackend", lambda engine, **options: (engine, options))
+    opened: Any = startup.local_backend(ServerSettings(model="tiny", served_name="m", **how))
+    assert opened == ("tiny", {"name": "m", **how})
+
+
 def test_a_connection_is_kept_longer_than_clients_keep_it() -> None:
     """Else it is closed in the moment in which a client (httpx: after 5 s) uses it again."""
     app, _ = scripted()
@@ -221,7 +243,8 @@ def seconds_of_children() -> float:
 def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     """Ready within 15 s where nothing else runs: all that is computed until the end takes less."""
     before = seconds_of_children()
-    with started("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0") as (process, line):
+    words = ("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0")
+    with started(*words) as (process, line, log):
         assert line.startswith("kvcache-rag: serving tiny at http://127.0.0.1:")
         url = url_of(line)
         assert line.endswith(f"; look at {url}/\n")
@@ -235,9 +258,9 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
             assert next(lines)
             process.send_signal(signal.SIGINT)
             assert [one for one in lines if one][-1] == "data: [DONE]", "it may end before"
-        rest, complaints = process.communicate(timeout=DEADLINE)
+        rest, _ = process.communicate(timeout=DEADLINE)
+        begun, ended = log.read_text().splitlines()
     assert (process.returncode, rest) == (0, "")
-    begun, ended = complaints.splitlines()
     assert begun == "loading tiny ..."
     assert ended == f"kvcache-rag: stopped; chunks in {tmp_path / 'kv'} are kept"
     assert reply.json()["kvcache"]["policy"].startswith("Reuse")
@@ -246,7 +269,7 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
 
 def test_more_connections_than_descriptors_fill_no_log_and_wait(tmp_path: Path) -> None:
     """The log grew by two megabytes a second."""
-    with started("tiny", "--port", "0") as (process, line), ExitStack() as stack:
+    with started("tiny", "--port", "0") as (process, line, log), ExitStack() as stack:
         url = url_of(line)
         address = httpx.URL(url).host, httpx.URL(url).port
         with httpx.Client(base_url=url) as client:
@@ -260,6 +283,7 @@ def test_more_connections_than_descriptors_fill_no_log_and_wait(tmp_path: Path) 
         with httpx.Client(base_url=url, timeout=DEADLINE) as client:
             assert client.get("/health").status_code == 200
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=DEADLINE)
+        process.wait(DEADLINE)
+        errors = log.read_text()
     assert errors.count("connections wait until others end") == 1, errors[-2000:]
     assert errors.count("\n") < 5, errors[-2000:]

@@ -10,7 +10,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve_fakes import DEADLINE, Scripted, chat, client, says_yes, scripted, settings, tiny_backend
+from serve_fakes import (
+    DEADLINE,
+    Scripted,
+    chat,
+    client,
+    says_nothing,
+    says_yes,
+    scripted,
+    settings,
+    tiny_backend,
+)
 from serve_process import CHAT, posted
 
 from kvcache_rag.errors import InvalidInputError
@@ -215,6 +225,36 @@ def test_there_are_so_many_places_and_each_is_free_again(
     with pytest.raises(ZeroDivisionError), places.place(refused):
         raise ZeroDivisionError
     assert not places._taken, "an entry of a namespace that called is kept"
+
+
+def test_a_place_that_is_free_again_is_one_place() -> None:
+    places = Places(RequestLimits(max_concurrency=2))
+    with places.place(ACME):
+        with places.place(ACME):
+            pass
+        with places.place(ACME), pytest.raises(ApiError, match="2 requests"), places.place(ACME):
+            raise AssertionError("it was let in")
+
+
+async def test_a_tenant_at_its_limit_leaves_others_their_places(
+    tmp_path: Path, keys: dict[str, str]
+) -> None:
+    limits = RequestLimits(max_concurrency=1)
+    app, backend = scripted(says_nothing, limits=limits, api_keys=tmp_path / "keys")
+    tasks = []
+    async with client(app) as http:
+        for name in ("acme", "globex"):
+            post = http.post(CHAT, json=chat(), headers=bearing(keys[name]))
+            tasks.append(asyncio.create_task(post))
+            assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
+            backend.has_begun.clear()
+            refused = await http.post(CHAT, json=chat(), headers=bearing(keys[name]))
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert "1 requests of this namespace" in error_of(refused)["message"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert [work.namespace for work in backend.works] == ["acme", "globex"]
 
 
 def test_one_namespace_cannot_fill_the_server() -> None:

@@ -377,12 +377,12 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 
 
 @contextmanager
-def process(seconds: float, *words: str) -> Iterator[tuple[Popen[str], str]]:
+def process(seconds: float, *words: str) -> Iterator[tuple[Popen[str], str, Path]]:
     command = ("-c", SLOW, str(seconds), "tiny", "--port", "0")
-    with started(*words, command=command) as (found, line):
+    with started(*words, command=command) as (found, line, log):
         found.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
-        yield found, url_of(line)
+        yield found, url_of(line), log
 
 
 @contextmanager
@@ -403,7 +403,7 @@ def test_by_sighup_a_process_reads_its_keys_again_and_by_sigterm_it_ends_well(
     """A revoked key ends its stream, a new one is known; whoever waits at the end is told."""
     file = tmp_path / "keys"
     key = new_key(file, "acme")
-    with process(0.2, "--grace", "2", "--api-keys", str(file)) as (server, url):
+    with process(0.2, "--grace", "2", "--api-keys", str(file)) as (server, url, log):
 
         def status(one: str) -> int:
             server.send_signal(signal.SIGHUP)
@@ -424,14 +424,15 @@ def test_by_sighup_a_process_reads_its_keys_again_and_by_sigterm_it_ends_well(
             server.send_signal(signal.SIGTERM)
             error, done = data_of("\n".join(lines))[-2:]
         assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
-        _, complaints = server.communicate(timeout=DEADLINE)
+        server.wait(DEADLINE)
+        complaints = log.read_text()
     assert server.returncode == 0
     assert "stay as they were" in complaints
     assert key not in complaints
 
 
 def test_a_second_signal_ends_a_process_whose_model_is_stuck() -> None:
-    with process(DEADLINE, "--grace", str(LONG)) as (server, url):
+    with process(DEADLINE, "--grace", str(LONG)) as (server, url, log):
         running = Call(url)
         time.sleep(1.0)
         server.send_signal(signal.SIGTERM)
@@ -440,7 +441,8 @@ def test_a_second_signal_ends_a_process_whose_model_is_stuck() -> None:
         assert server.poll() is None
         server.send_signal(signal.SIGTERM)
         ensure_refused(running.done())
-        _, complaints = server.communicate(timeout=LONG / 2)
+        server.wait(LONG / 2)
+        complaints = log.read_text()
     assert server.returncode == 1
     assert "Traceback" not in complaints
     assert "ends with the process" in complaints

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from chat_model_helpers import over
+from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -100,6 +101,14 @@ def test_a_configurable_field_still_works(llm: ChatKVCache) -> None:
     chain.invoke("Who sat?")
     assert reused(chain.invoke("Who sat?")) > 0
     assert reused(chain.invoke("Who sat?", FULL)) == 0
+
+
+def test_a_cache_of_answers_tells_them_apart(engine: Engine) -> None:
+    llm = ChatKVCache(engine=engine, max_tokens=2, cache=InMemoryCache())
+    asked = over("Who sat?", "one")
+    llm.invoke(asked)
+    assert reused(llm.invoke(asked, {"configurable": {"policy": Reuse()}})) > 0
+    assert reused(llm.invoke(asked, FULL)) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,22 @@ def test_a_closed_retrieval_chain_frees_the_model_at_once(
     assert computed < 500
     assert expected(engine)
     assert len(forwards) <= computed + 7
+
+
+@pytest.mark.parametrize("way", ["ainvoke", "abatch"])
+async def test_a_cancelled_call_stops_at_the_next_token(
+    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]], way: str
+) -> None:
+    endless = KVCacheRAG(llm=llm.bind(max_tokens=2000, min_new_tokens=2000))
+    asking: Any = endless.ainvoke(ASKED) if way == "ainvoke" else endless.abatch([ASKED, ASKED])
+    task = asyncio.create_task(asking)
+    while not forwards:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert expected(engine)
+    assert len(forwards) < 1000
 
 
 # ---------------------------------------------------------------------- bad input

@@ -186,9 +186,24 @@ def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: 
     assert held("a") == "a"
 
 
+def test_an_indexing_run_prefills_what_is_new_and_deletes_the_old(
+    store: KVCacheChroma, prefilled: Count
+) -> None:
+    manager = InMemoryRecordManager("kv")
+    manager.create_schema()
+    options: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "sha256"}
+
+    def run(*texts: str) -> list[int]:
+        documents = [Document(text, metadata={"source": "file"}) for text in texts]
+        done: Any = index(documents, manager, store, **options)
+        return [done[f"num_{what}"] for what in ("added", "deleted", "skipped")] + [prefilled()]
+
+    assert run("one", "two", "three") == [3, 0, 0, 3]
+    assert run("one", "2", "three") == [1, 1, 2, 1]
+    assert sorted(texts_of(store).values()) == ["2", "one", "three"]
+
+
 # ---------------------------------------------------------------------- failures
-
-
 @pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])
 @pytest.mark.parametrize("why", ["too long", "no model"])
 def test_law_an_indexing_run_keeps_what_cannot_be_prefilled(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.schema import NodeWithScore, TextNode
 from small import make_model
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
+
     from llama_index.core.instrumentation.events.base import BaseEvent
 
 
@@ -23,8 +26,9 @@ def cost(response: Any) -> dict[str, Any]:
     return found
 
 
-def fail_at_the_third_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the model does."""
+@contextmanager
+def failing_at_the_third_token() -> Iterator[None]:
+    """For so long the model does, counted from now on."""
     forward, calls = make_model().forward, [0]
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -33,7 +37,9 @@ def fail_at_the_third_token(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("out of memory")
         return forward(*args, **options)
 
-    monkeypatch.setattr(make_model(), "forward", fail)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_model(), "forward", fail)
+        yield
 
 
 class Recorder(BaseEventHandler):

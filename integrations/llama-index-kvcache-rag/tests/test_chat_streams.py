@@ -13,7 +13,7 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
-from llama_index_helpers import cost, fail_at_the_third_token, settled
+from llama_index_helpers import cost, failing_at_the_third_token, settled
 
 from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
@@ -243,18 +243,18 @@ async def test_streams_nobody_reads_are_closed(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("way", WAYS)
 async def test_failure_reaches_the_caller(
-    chat: KVCacheChatEngine, monkeypatch: pytest.MonkeyPatch, way: str, recorder: Recorder
+    chat: KVCacheChatEngine, way: str, recorder: Recorder
 ) -> None:
-    fail_at_the_third_token(monkeypatch)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing_at_the_third_token(), pytest.raises(RuntimeError, match="out of memory"):
         await ask(chat, way, QUESTION)
     assert chat.chat_history == []
     assert len(recorder.of("StreamChatErrorEvent")) == ("stream" in way)
     if way == "stream_chat":
-        response = chat.stream_chat(QUESTION)
-        for _ in range(2):  # who reads it again is told, too
-            with pytest.raises(RuntimeError, match="out of memory"):
-                list(response.response_gen)
+        with failing_at_the_third_token():
+            response = chat.stream_chat(QUESTION)
+            for _ in range(2):  # who reads it again is told, too
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    list(response.response_gen)
 
 
 # ---------------------------------------------------------------------- memories that fail or wait

@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.span_handlers import SimpleSpanHandler
-from llama_index_helpers import fail_at_the_third_token, settled
+from llama_index_helpers import failing_at_the_third_token, settled
 from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
 
 import kvcache_rag
@@ -211,13 +211,12 @@ async def test_every_call_is_a_span(llm: KVCacheLLM) -> None:
 
 @pytest.mark.timeout(60)
 async def test_failure_while_streaming_reaches_the_consumer(
-    llm: KVCacheLLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    llm: KVCacheLLM, recorder: Recorder
 ) -> None:
-    fail_at_the_third_token(monkeypatch)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing_at_the_third_token(), pytest.raises(RuntimeError, match="out of memory"):
         list(llm.stream_complete("a"))
     assert "ExceptionEvent" in recorder.names()
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing_at_the_third_token(), pytest.raises(RuntimeError, match="out of memory"):
         _ = [one async for one in await llm.astream_complete("a")]
 
 

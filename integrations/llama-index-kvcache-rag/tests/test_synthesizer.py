@@ -16,9 +16,10 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.prompts import PromptTemplate as LlamaPrompt
 from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index_helpers import cost, fail_at_the_third_token, nodes
+from llama_index_helpers import cost, failing_at_the_third_token, nodes
 
 from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -72,17 +73,18 @@ def test_chunks_are_loaded_by_reference(
 
 @pytest.mark.timeout(60)
 async def test_failure_while_streaming_reaches_the_consumer(
-    index: VectorStoreIndex, llm: KVCacheLLM, monkeypatch: pytest.MonkeyPatch
+    index: VectorStoreIndex, llm: KVCacheLLM
 ) -> None:
     engine = KVCacheQueryEngine.from_index(index, llm, streaming=True)
-    fail_at_the_third_token(monkeypatch)
-    response: Any = engine.query(QUESTION)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(response.response_gen)
+    with failing_at_the_third_token():
+        response: Any = engine.query(QUESTION)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(response.response_gen)
     assert cost(response) == {}
-    response = await engine.aquery(QUESTION)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        _ = [piece async for piece in response.async_response_gen()]
+    with failing_at_the_third_token():
+        response = await engine.aquery(QUESTION)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            _ = [piece async for piece in response.async_response_gen()]
 
 
 # ---------------------------------------------------------------------- events
@@ -164,6 +166,14 @@ def test_texts_without_nodes_and_nodes_without_text(llm: KVCacheLLM) -> None:
     response = synthesizer.synthesize(QUESTION, nodes(FACTS[0], " "), nodes("additional"))
     assert str(response) == alone
     assert texts(response) == [FACTS[0], " ", "additional"]
+
+
+def test_what_does_not_fit_is_read_in_rounds_or_refused(make_engine: Callable[..., Engine]) -> None:
+    llm = KVCacheLLM(engine=make_engine(context_window=420), max_new_tokens=4)
+    found = nodes(*(f"{at} {'x' * 90}" for at in range(4)))
+    assert cost(KVCacheSynthesizer(llm).synthesize("q?", found))["rounds"] > 1
+    with pytest.raises(ContextTooLongError):
+        KVCacheSynthesizer(llm, overflow="error").synthesize("q?", found)
 
 
 # ---------------------------------------------------------------------- construction
