@@ -76,7 +76,7 @@ def recipe(
         precision=precision(device),
         seed=seed,
         holdout=HOLDOUT,
-        save_every=30,
+        save_every=10,
         device=device,
         **further,
     )
