@@ -95,6 +95,25 @@ def test_only_models_that_were_measured_say_it_by_reading(model: str, nats: floa
     assert likely(model) == nats
 
 
+@pytest.mark.parametrize(
+    ("model", "embed", "score", "nats", "near"),
+    [
+        ("smollm2", "minilm", 0.299, 2.5, True),  # "What did we decide about the roof?"
+        ("smollm2", "minilm", 0.2, 5.0, True),
+        ("smollm2", "minilm", 0.2, 2.5, False),
+        ("smollm2", "hash", 0.9, 2.5, False),
+        ("smollm2", "hash", 0.1, 5.0, True),
+        ("tiny", "minilm", 0.2, None, False),
+        ("tiny", "hash", 0.9, None, None),
+    ],
+)
+def test_what_reading_or_the_score_finds_near_is_near(
+    model: str, embed: str, score: float, nats: float | None, near: bool | None
+) -> None:
+    sources = [{"score": score, "relevance": nats}, {"score": 0.0, "relevance": nats}]
+    assert is_near(sources, Settings(model=model, embed=embed)) is near
+
+
 def test_a_model_that_was_measured_says_it_with_every_embedding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,7 +168,8 @@ def likely(model: str) -> float | None:
 def is_near(sources: Sequence[Mapping[str, Any]], settings: Settings) -> bool | None:
     """Whether a question can be answered from what was found; None where nobody measured that.
 
-    By what the model read, if it did, and else by scores.
+    By what the model read or by scores: a right answer that is called a guess is worse than the
+    other mistake, so what either finds near is near.
 
     Args:
         sources: As `source` describes them.
@@ -176,10 +177,11 @@ def is_near(sources: Sequence[Mapping[str, Any]], settings: Settings) -> bool | 
     """
     least = likely(settings.model)
     read = [one["relevance"] for one in sources if one.get("relevance") is not None]
-    if least is not None and read:
-        return bool(max(read) >= least)
+    found = [bool(max(read) >= least)] if least is not None and read else []
     least = NEAR.get(settings.embed)
-    return None if least is None else any(one["score"] >= least for one in sources)
+    if least is not None:
+        found.append(any(one["score"] >= least for one in sources))
+    return any(found) if found else None
 
 
 def far_line(sources: Sequence[Mapping[str, Any]], settings: Settings) -> str:
