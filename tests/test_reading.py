@@ -18,6 +18,7 @@ from kvcache_rag import BestFew, BestRead, Engine, FullRecompute, InvalidInputEr
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.generation.request import NONE_SAYS
+from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,17 @@ def plainly(engine: Engine, question: str, texts: Sequence[str]) -> float:
         logits = engine.model(ids).logits[0].float().log_softmax(-1)
     stop = own + len(engine.brought_ids(question))
     return sum(float(logits[place - 1, ids[0, place]]) for place in range(own, stop))
+
+
+def stitched(engine: Engine, question: str, texts: Sequence[str]) -> float:
+    """The same over chunks that do not see each other, which other laws hold to be right."""
+    whole = engine.tokenize(question, [*texts])
+    text = access.renderer(engine).query_text(question)
+    own = len(engine.brought_ids(text[: text.index(question)]))
+    query = whole.all[len(whole.context) :]
+    logits = engine.logits(question, [*texts], policy=Reuse()).log_softmax(-1)
+    stop = own + len(engine.brought_ids(question))
+    return sum(float(logits[place - 1, query[place]]) for place in range(own, stop))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
@@ -210,16 +222,60 @@ def test_law_the_answer_is_that_of_the_chunks_that_were_chosen(name: str) -> Non
     assert explained.answered_from == (best,)
 
 
-def test_law_without_scores_no_order_of_chunks_changes_the_answer() -> None:
+@pytest.mark.parametrize("policy", [BestRead(2), BestRead()], ids=repr)
+def test_law_without_scores_no_order_of_chunks_changes_the_answer(policy: Any) -> None:
     engine = make_engine("qwen2")
     engine.add(LONGER)
     seen: set[Any] = set()
     for order in permutations(range(3)):
         texts = [LONGER[number] for number in order]
-        answer = engine.generate(QUESTION, texts, policy=BestRead(2), max_new_tokens=6)
+        answer = engine.generate(QUESTION, texts, policy=policy, max_new_tokens=6)
         used = tuple(texts[number] for number in answer.metrics.answered_from)
         seen.add((used, answer.token_ids))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("added", "used"), [(2.4, 1), (2.6, 3), (9.9, 3), (10.1, 1)], ids=lambda one: str(one)
+)
+def test_law_what_a_second_chunk_adds_says_how_many_are_needed(added: float, used: int) -> None:
+    policy, texts = BestRead(), ("a", "b", "c", "d", "e")
+    retrieved = Retrieved("?", texts, (5.0, 4.0, 3.0, 2.0, 1.0))
+    alone: dict[Any, float] = {(): -30.0, **{(one,): -10.0 - one for one in range(5)}}
+    assert {*policy.wants(retrieved)} == alone.keys()
+    read = replace(retrieved, read=alone)
+    assert policy.wants(read) == ((0, 1), (0, 2), (0, 3))
+    assert BestRead(2).wants(read) == ()
+    pairs = {(0, 1): -20.0, (0, 2): -10.0 + added, (0, 3): None}
+    known = replace(retrieved, read={**alone, **pairs})
+    assert policy.wants(known) == ()
+    assert policy.plan(known).order == (0, 1, 2)[:used]
+    # The largest one counts.
+    more = policy.plan(replace(known, read={**known.read, (0, 3): -5.0}))
+    assert more.order == ((0,) if added > 10 else (0, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "bloom", "falcon_h1"])
+def test_law_pairs_are_read_over_their_stitched_chunks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(name)
+    engine.add(LONGER)
+    seen: dict[Any, float | None] = {}
+    plan_of = BestRead.plan
+
+    def plan(self: BestRead, retrieved: Retrieved) -> Any:
+        seen.update(retrieved.read)
+        return plan_of(self, retrieved)
+
+    monkeypatch.setattr(BestRead, "plan", plan)
+    metrics = engine.generate(QUESTION, LONGER, policy=BestRead(), max_new_tokens=1).metrics
+    pairs = {context: said for context, said in seen.items() if len(context) == 2}
+    assert len(pairs) == 2
+    assert metrics.read_chunks == 3
+    for numbers, said in pairs.items():
+        texts = [LONGER[number] for number in numbers]
+        assert said == pytest.approx(stitched(engine, QUESTION, texts), abs=STATES_NATS)
 
 
 def test_streams_batches_and_conversations_choose_alike() -> None:

@@ -6,19 +6,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import PlainReuse, Plan
-from kvcache_rag.policies.bestfew import few_of
+from kvcache_rag.policies.bestfew import MOST, few_of
 from kvcache_rag.policies.checks import checked_count
 from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.relevance import standardised
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvcache_rag.policies.relevance import Numbers, Retrieved
 
 
 NEAR: Final = 4.0
-"""How far behind the best one a chunk is left out: as `bestfew.NEAR`, of twice as many measures."""
+"""How far behind the best one a chunk is left out, if no pair was read: as `bestfew.NEAR`, of twice
+as many measures."""
+PAIRED: Final = 3
+"""Chunks behind the best one that are each read together with it."""
+ADDS: Final = 2.5
+"""Nats that the best pair has more than the best chunk alone, if a question needs several."""
+MISLEADS: Final = 10.0
+"""Nats above which the other chunk of the pair is about the question, and the best one is not."""
 UNSCORED: Final = 2.0
 """How much reading weighs beside the question's words alone; beside scores and words, 1."""
 
@@ -32,8 +39,14 @@ class BestRead(PlainReuse):
     exact, so reading costs the question's tokens a chunk.  What is answered from is brought as by
     `BestFew`: the best chunk as it is stored, the others computed behind it.
 
+    How many depends on what a second chunk adds: the question is read behind the best one stitched
+    with each of the next three.  If the best of these pairs makes it likelier by `ADDS` nats or
+    more, but by fewer than `MISLEADS`, three chunks are answered from, else one
+    (docs/quality.md has how that was chosen).
+
     Attributes:
-        count: How many; None for the best one and those that are near to it, three at most.
+        count: How many; None for one or three, as above.  Where reading pairs would cost too much,
+            None is the best one and those that are near to it, three at most.
     """
 
     name: ClassVar[str] = "bestread"
@@ -45,14 +58,34 @@ class BestRead(PlainReuse):
             checked_count("count", self.count)
 
     def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
-        """Every chunk alone, those that are known to match best first, and none."""
+        """Every chunk alone, those that are known to match best first, and none; then pairs."""
+        if not len(retrieved):
+            return ()
         every: list[Numbers] = [(one,) for one in self._ranked(retrieved)]
         every[2:2] = [()]  # behind the two that can be compared
-        return tuple(one for one in every if one not in retrieved.read) if len(retrieved) else ()
+        alone = _unread(every, retrieved)
+        if alone or self.count is not None:
+            return alone
+        return _unread(self._pairs(retrieved), retrieved)
 
     def plan(self, retrieved: Retrieved) -> Plan:
         """The best first, where it was prefilled; the others of the few are computed behind it."""
-        return few_of(self._ranked(retrieved), self.relevance(retrieved), NEAR, self.count)
+        count = self.count or self._counted(retrieved)
+        return few_of(self._ranked(retrieved), self.relevance(retrieved), NEAR, count)
+
+    def _counted(self, retrieved: Retrieved) -> int | None:
+        """How many the question needs; None if no pair was read."""
+        pairs = [retrieved.read.get(one) for one in self._pairs(retrieved)]
+        alone = retrieved.read.get(self._ranked(retrieved)[:1])
+        added = [pair - alone for pair in pairs if pair is not None and alone is not None]
+        if not added:
+            return None
+        return MOST if ADDS <= max(added) < MISLEADS else 1
+
+    def _pairs(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
+        """The best one with each of the next."""
+        ranked = self._ranked(retrieved)
+        return tuple((*ranked[:1], other) for other in ranked[1 : 1 + PAIRED])
 
     def _ranked(self, retrieved: Retrieved) -> Numbers:
         """Numbers of the chunks, best first, whatever order they were given in."""
@@ -65,6 +98,10 @@ class BestRead(PlainReuse):
         """By the retriever's scores, words and reading, in standard deviations of each."""
         alone = [retrieved.read.get((number,)) for number in range(len(retrieved))]
         return with_reading(retrieved.without_order, alone, is_scored=retrieved.scores is not None)
+
+
+def _unread(contexts: Iterable[Numbers], retrieved: Retrieved) -> tuple[Numbers, ...]:
+    return tuple(one for one in contexts if one not in retrieved.read)
 
 
 def with_reading(
