@@ -15,9 +15,10 @@ LEAST = 10
 
 
 def smallest_letters(svg: Path) -> float:
-    """Pixels of the smallest letters on a telephone, in a picture that matplotlib wrote."""
+    """Pixels of the smallest letters on a telephone, in a picture of matplotlib's or ours."""
     text = svg.read_text(encoding="utf-8")
     (width,) = re.findall(r'<svg [^>]*\bwidth="([\d.]+)pt"', text)
     points = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -[\d.]+\)", text)]
+    points += [float(size) for size in re.findall(r'font-size="([\d.]+)"', text)]
     pixels = 96 / 72
     return min(points) * pixels * min(1, PAGE / (float(width) * pixels))

@@ -11,6 +11,8 @@ import pytest
 from mutants import table
 from quick import slow_names
 
+from tools import house
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/design.md", "AGENTS.md")
 SOURCES = (".c", ".cfg", ".ini", ".py", ".sh", ".toml", ".txt", ".yml")
@@ -100,6 +102,10 @@ def test_names_of_a_map_are_there(page: str) -> None:
 )
 def test_a_name_that_is_not_there_is_found(code: str) -> None:
     assert problem(code)
+
+
+def test_the_picture_of_the_house_follows_the_imports() -> None:
+    assert house.PICTURE.read_text(encoding="utf-8") == house.drawn(), "run tools/house.py"
 
 
 def test_every_mutant_stands_in_the_code_and_names_tests_that_are_there() -> None:

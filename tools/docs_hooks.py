@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (`make docs`): links that leave `docs/`, and the notebooks.
+"""Hooks of the documentation site (`make docs`): the house, links out of `docs/`, notebooks.
 
 Pages link to files of the repository as they lie, so that they work where the repository is read;
 on the site such a link leads to the repository's page of that file, which has to exist.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import runpy
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,11 @@ NOTEBOOKS = "notebooks"
 TITLES = {"langchain": "Notebook, LangChain", "llamaindex": "Notebook, LlamaIndex"}
 # A warning of mkdocs' loggers ends a strict build.
 _LOG = logging.getLogger("mkdocs.hooks")
+
+
+def on_pre_build(config: MkDocsConfig) -> None:
+    """Draw the house from the imports."""
+    runpy.run_path(str(ROOT / "tools" / "house.py"), run_name="__main__")
 
 
 @event_priority(100)  # type: ignore[untyped-decorator]  # before the plugin of notebooks

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcache_rag import Engine
     from kvcache_rag.models.rotation import ModelLayout
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,10 +61,25 @@ def rows() -> list[str]:
         try:
             engine.generate(laws.QUESTION, laws.TEXTS, policy=Reuse(), max_new_tokens=1)
         except UnsupportedModelError:
-            lines.append(f"| {name} | {reason} | - | refused; full prefill works |")
+            lines.append(f"| {name} | {reason} | - | refused; {_instead(engine)} |")
         else:
             raise SystemExit(f"{name} is listed as refused and is not")
     return [*lines, "", *_recurrent_rows()]
+
+
+def _instead(engine: Engine) -> str:
+    """What a refused model does: it reuses the best chunk where it was prefilled, or nothing."""
+    from kvcache_rag import BestFew, FullRecompute
+    from kvcache_rag.errors import UnsupportedModelError
+
+    laws = import_module("laws")
+    try:
+        found = engine.logits(laws.QUESTION, laws.TEXTS[:1], policy=BestFew())
+    except UnsupportedModelError:
+        return "full prefill works"
+    expected = engine.logits(laws.QUESTION, laws.TEXTS[:1], policy=FullRecompute())
+    exact = laws.error(found, expected) < laws.TOLERANCE
+    return f"`BestFew()` reuses one chunk, {'exact' if exact else 'DIFFERS'}"
 
 
 def _recurrent_rows() -> list[str]:
