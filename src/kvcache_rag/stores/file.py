@@ -24,7 +24,7 @@ import xxhash
 from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV
-from kvcache_rag.stores.device import Home, staged
+from kvcache_rag.stores.device import Home, Staged
 from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 from kvcache_rag.stores.runs import (
     ReadV,
@@ -361,10 +361,9 @@ def read_file(
     if places is not None:
         _read_payload(read, header, spec, places, key)
     else:
-        with staged(spec.tensors, out) as staging:
-            places = _places(staging.tensors, tokens) or {}
-            _read_payload(read, header, spec, places, key)
-            staging.decode(codec, out)
+        staged = Staged.to(out, spec.tensors)
+        _read_payload(read, header, spec, _places(staged.tensors, tokens) or {}, key)
+        staged.decode(codec, out)
     out.tokens.copy_(tokens)
     return out
 
