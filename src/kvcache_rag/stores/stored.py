@@ -42,9 +42,9 @@ from kvcache_rag.stores.file import (
     empty_chunk,
     file_pieces,
     file_spec,
-    named_mac,
     read_encoded,
     read_file,
+    read_header,
 )
 from kvcache_rag.stores.limits import Limits, Quota, Sweeper, check_quota, number
 from kvcache_rag.stores.runs import close, is_open_file, source
@@ -254,7 +254,7 @@ class StoredChunks(Reopened, ChunkStore):
         if blob is None:
             return False
         try:
-            named_mac(*source(blob), self.signing_key)
+            read_header(*source(blob), self.signing_key)
         finally:
             close(blob)
         return True
