@@ -84,7 +84,7 @@ class DiskStore(StoredChunks):
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
-            self._counters.note(str(error))
+            self._counters.unwritable(str(error))
         _LOG.info("%s: opened %s, codec %s", tier, self.root, self._codec.name)
 
     def __repr__(self) -> str:

@@ -269,7 +269,7 @@ class Header:
     @property
     def payload(self) -> int:
         """Bytes behind the header."""
-        return max(one["data_offsets"][1] for one in self._tensors.values())
+        return max(int(one["data_offsets"][1]) for one in self._tensors.values())
 
     @property
     def _tensors(self) -> dict[str, Any]:
