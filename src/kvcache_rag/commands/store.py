@@ -285,7 +285,7 @@ def _checked(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outc
         verify_file(chunk.path, chunk.digest, key)
     if failed == ["damaged"] and delete:
         with suppress(OSError):
-            Folder(chunk.root).delete([chunk.entry.name], damaged=seen)
+            Folder(chunk.root).delete([chunk.name], damaged=seen)
     close(seen)
     return failed[0] if failed else "right"
 
