@@ -77,7 +77,7 @@ def transport(store: RemoteStore) -> Transport:
 
 def objects(store: RemoteStore) -> Objects:
     """The place under it."""
-    return store._objects
+    return store.place
 
 
 def remote_root(store: RemoteStore) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.stores.device import Arena
+from kvcache_rag.stores.device import Backlog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,9 +31,6 @@ class LateEvent:
     def __init__(self, lane: LateLane, number: int) -> None:
         self.lane, self.number = lane, number
 
-    def query(self) -> bool:
-        return self.lane.done >= self.number
-
     def synchronize(self) -> None:
         self.lane.run_until(self.number)
 
@@ -42,12 +39,15 @@ class LateLane:
     """Keeps work until somebody follows or waits for it, as a device may."""
 
     def __init__(self, limit: int = 64 << 20) -> None:
-        self.arena = Arena(limit)
+        self.backlog = Backlog(limit)
         self.sent: list[Callable[[], None]] = []
         self.done = 0
         self.fetched: list[torch.Tensor] = []
         self.follows = True
         self._lock = threading.RLock()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, work: Callable[[], None], touched: Sequence[torch.Tensor]) -> LateEvent:
         assert all(isinstance(tensor, torch.Tensor) for tensor in touched)

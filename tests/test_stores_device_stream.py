@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvcache_rag.stores import MemoryBytes, StoredChunks
 from kvcache_rag.stores import device as lane_module
-from kvcache_rag.stores.device import CudaLane, Done, lane_to, pinned_memory
+from kvcache_rag.stores.device import CudaLane, Done, lane_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,9 @@ def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
     class Event:
         def record(self, stream: Stream) -> None:
             told.append((stream.name, "records", "event"))
+
+        def synchronize(self) -> None:
+            told.append(("host", "waits for", "event"))
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -103,7 +107,42 @@ def test_only_pinned_memory_crosses_without_waiting() -> None:
     lane.fetch(Host(pinned=True))
     lane.fetch(Host(pinned=False))
     assert asked == [True, False]
-    assert lane.arena._allocate is pinned_memory
+
+
+@pytest.mark.usefixtures("journal")
+@pytest.mark.parametrize("pins", [True, False])
+def test_memory_that_cannot_be_pinned_is_plain(
+    monkeypatch: pytest.MonkeyPatch, *, pins: bool
+) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def asking(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory and not pins:
+            raise RuntimeError("cannot pin")
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", asking)
+    assert CudaLane(torch.device("cuda", 0)).memory(10).nbytes == 10
+    assert asked == ([True] if pins else [True, False])
+
+
+def test_a_deleted_namespace_leaves_no_bytes_in_pinned_memory(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, lane = StoredChunks(MemoryBytes()), CudaLane(torch.device("cuda", 0))
+    monkeypatch.setattr(lane_module, "_lanes", {})
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", lambda: journal.append(("emptied",)), raising=False
+    )
+    store.delete_namespace("")
+    assert journal == [], "without a lane to a device there is none"
+    lane_module._lanes[lane.device] = lane
+    lane.backlog.add(lane.send(lambda: None, []), 10)
+    journal.clear()
+    store.delete_namespace("")
+    assert journal == [("host", "waits for", "event"), ("emptied",)]
 
 
 @pytest.mark.usefixtures("journal")

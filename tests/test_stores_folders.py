@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from kvcache_rag.commands.store import Summary
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.file import FileFacts, file_facts
+from kvcache_rag.stores.file import Header, file_header
 from kvcache_rag.stores.listing import StoredFile, manifest_of, namespaces
 from kvcache_rag.stores.names import MANIFEST
 from tests.contracts import key_of, make_chunk
@@ -181,14 +181,14 @@ METADATA = {
 }
 
 
-def facts(path: Path, header: object, **metadata: str) -> FileFacts:
+def facts(path: Path, header: object, **metadata: str) -> Header:
     """What is read of a file of this header and nothing else."""
     if isinstance(header, dict):
         header = {**header, "__metadata__": {**METADATA, "key": path.stem, **metadata}}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    return file_facts(str(path), path.stem)
+    return file_header(str(path), path.stem)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +252,10 @@ def test_what_is_no_file_of_a_chunk_is_refused(
     path = put(store)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        file_facts(str(path), path.stem)
+        file_header(str(path), path.stem)
     make(path)
     with pytest.raises(CorruptChunkError):
-        file_facts(str(path), path.stem)
+        file_header(str(path), path.stem)
 
 
 def test_what_an_interrupted_deletion_left_is_listed(store: DiskStore) -> None:

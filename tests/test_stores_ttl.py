@@ -243,5 +243,9 @@ def test_a_chunk_in_memory_ends_a_time_after_it_was_put(monkeypatch: pytest.Monk
     for seed in range(1, 9):
         chunk = make_chunk(seed, tokens=4)
         store.put(key_of(chunk), chunk)
-    assert access.chunks(store).put_at.keys() == set(access.chunks(store))
     assert len(access.chunks(store)) == 3
+    now[0] += 1000
+    store.put(KEY, SMALL)
+    assert [*access.chunks(store)] == [KEY]
+    assert store.nbytes == SMALL.nbytes + 16
+    assert store.stats().evictions == 1 + 6 + 3, "without a sweep"

@@ -104,12 +104,13 @@ def _is_trusted(raw: bytes) -> bool:
 
 def _check_facts(raw: bytes) -> None:
     try:
-        facts = file.facts_of(runs.in_memory(raw), len(raw), _KEY.digest)
+        header = file.read_header(runs.in_memory(raw), len(raw))
+        header.check(len(raw), _KEY.digest)
     except CorruptChunkError:
         return
-    assert facts.header.offset + facts.payload == len(raw)
-    assert 0 <= facts.tokens * 4 <= facts.payload
-    assert facts.header.offset % file.ALIGNMENT == 0
+    assert header.offset + header.payload == len(raw)
+    assert 0 <= header.tokens * 4 <= header.payload
+    assert header.offset % file.ALIGNMENT == 0
 
 
 def _check_library(raw: bytes, payload: bytes) -> None:

@@ -161,12 +161,12 @@ def _described_spec(spec: SpecFolder, found: Summary) -> dict[str, Any]:
 def _codec_of(sample: StoredFile | None) -> str:
     """What a file says of itself, where a store was filled before there were manifests."""
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.file import file_facts
+    from kvcache_rag.stores.file import file_header
 
     if sample is None:
         return "?"
     try:
-        return file_facts(sample.path, sample.digest).codec
+        return file_header(sample.path, sample.digest).codec
     except (CorruptChunkError, OSError):
         return "?"
 
@@ -218,10 +218,10 @@ def _list_chunks(
 
 def _tokens(chunk: StoredFile) -> int | None:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.file import file_facts
+    from kvcache_rag.stores.file import file_header
 
     try:
-        return file_facts(chunk.path, chunk.digest).tokens
+        return file_header(chunk.path, chunk.digest).tokens
     except (CorruptChunkError, OSError):
         return None
 
@@ -285,7 +285,7 @@ def _checked(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outc
         verify_file(chunk.path, chunk.digest, key)
     if failed == ["damaged"] and delete:
         with suppress(OSError):
-            Folder(chunk.root).delete([chunk.entry.name], damaged=seen)
+            Folder(chunk.root).delete([chunk.name], damaged=seen)
     close(seen)
     return failed[0] if failed else "right"
 

@@ -13,12 +13,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from kvcache_rag.codecs import Codec, EncodedChunk, Native
+from kvcache_rag.codecs.named import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -27,15 +28,17 @@ from kvcache_rag.errors import (
     UnreadableChunkError,
     UntrustedChunkError,
 )
-from kvcache_rag.forks import new_lock
+from kvcache_rag.forks import Reopened, new_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -245,7 +248,56 @@ class ChunkStore(NamedArguments, ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Counters of this process."""
+        """Counters of this store in this process."""
+
+
+class Tier(Reopened, ChunkStore):
+    """A store that keeps chunks itself: in which form, for how long, and what it counts.
+
+    Attributes:
+        ttl: Seconds from a chunk's `put` to its end, used or not; None for no end.
+    """
+
+    _DAMAGED: ClassVar[str]  # what is said of a digest
+    _ABSENT: ClassVar[str]
+
+    def __init__(self, tier: str, codec: Codec | str | None, ttl: float | None) -> None:
+        """Keep chunks in the form of a codec.
+
+        Raises:
+            InvalidInputError: If `ttl` is not above zero, or there is no such codec.
+        """
+        if ttl is not None and not ttl > 0:
+            raise InvalidInputError(
+                f"ttl is a number of seconds above 0, not {ttl}; None for no end"
+            )
+        self.tier, self.ttl = tier, ttl
+        self._codec = codec_of(codec)
+        self._counters = Counters(tier)
+
+    @property
+    def codec(self) -> Codec:
+        return self._codec
+
+    @property
+    def gives_encoded(self) -> bool:
+        return self._codec.is_attended
+
+    def stats(self) -> StoreStats:
+        return self._counters.stats()
+
+    def _counted(self, key: ChunkKey, read: Callable[[], tuple[T, int]]) -> T:
+        """What `read` gives for a key, and of how many bytes; it counts, whatever comes of it.
+
+        Raises:
+            ChunkNotFoundError: As `Counters.reading` says.
+        """
+        started = time.perf_counter()
+        damaged, absent = self._DAMAGED.format(key.digest), self._ABSENT.format(key.digest)
+        with self._counters.reading(damaged, absent):
+            found, nbytes = read()
+        self._counters.hit(self.tier, nbytes, time.perf_counter() - started)
+        return found
 
 
 # ---------------------------------------------------------------------- what callers hand in
@@ -301,20 +353,6 @@ def check_store(name: str, store: object) -> None:
 def next_generation(last: int) -> int:
     """The number that follows `last` when a deletion is done; it is one less meanwhile."""
     return max(last + 1, time.time_ns()) + 1
-
-
-def check_ttl(ttl: float | None) -> float | None:
-    """Return the life time.
-
-    Raises:
-        InvalidInputError: If it is not above zero.
-    """
-    if ttl is not None and not ttl > 0:
-        raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
-    return ttl
-
-
-SWEEP_PAUSE = 60.0  # seconds between two sweeps for what is too old
 
 
 # ---------------------------------------------------------------------- counting
@@ -422,17 +460,13 @@ class Counters:
             reason: Why.
             is_news: Whether it is logged: it was not so far, and nobody wants it so.
         """
-        with self._lock:
-            self._counts["put_failures"] += 1
-            self._last_failure = reason
+        self._note("put_failures", reason)
         if is_news:
             self._warn("a chunk could not be written", reason)
 
     def unreachable(self, reason: str) -> None:
         """Count an operation of a remote that failed."""
-        with self._lock:
-            self._counts["failures"] += 1
-            self._last_failure = reason
+        self._note("failures", reason)
         self._warn("the remote failed", reason)
 
     def _warn(self, what: str, why: str) -> None:
@@ -445,13 +479,15 @@ class Counters:
 
     def declined(self, reason: str) -> None:
         """Count a chunk for which there was no room in time."""
-        with self._lock:
-            self._counts["declined"] += 1
-            self._last_failure = reason
+        self._note("declined", reason)
 
-    def note(self, reason: str) -> None:
+    def unwritable(self, reason: str) -> None:
         """Remember why writing will fail, before anything was written."""
+        self._note("put_failures", reason, 0)
+
+    def _note(self, name: str, reason: str, count: int = 1) -> None:
         with self._lock:
+            self._counts[name] += count
             self._last_failure = reason
 
     def stats(self) -> StoreStats:
@@ -478,18 +514,12 @@ def added(parts: Iterable[Mapping[str, Number]]) -> dict[str, Number]:
 
 def joined(own: StoreStats, tiers: Sequence[StoreStats], put_failures: int) -> StoreStats:
     """Counters of a store over `tiers`: what it answered itself, and the sums of what they did."""
-    return StoreStats(
-        hits=added(tier.hits for tier in tiers),
-        misses=own.misses,
-        corrupt=sum(tier.corrupt for tier in tiers),
-        puts=own.puts,
-        put_failures=put_failures,
-        evictions=sum(tier.evictions for tier in tiers),
-        declined=sum(tier.declined for tier in tiers),
-        last_failure=next((t.last_failure for t in reversed(tiers) if t.last_failure), ""),
-        failures=sum(tier.failures for tier in tiers),
-        bytes_read=added(tier.bytes_read for tier in tiers),
-        bytes_written=added(tier.bytes_written for tier in tiers),
-        seconds=added(tier.seconds for tier in tiers),
-        untrusted=sum(tier.untrusted for tier in tiers),
-    )
+    totals: dict[str, Any] = {}
+    for one in fields(StoreStats):
+        values = [getattr(tier, one.name) for tier in tiers]
+        if isinstance(values[0], str):
+            totals[one.name] = next(filter(None, reversed(values)), "")
+        else:
+            totals[one.name] = added(values) if isinstance(values[0], dict) else sum(values)
+    totals |= {"misses": own.misses, "puts": own.puts, "put_failures": put_failures}
+    return StoreStats(**totals)

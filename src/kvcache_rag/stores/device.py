@@ -1,8 +1,7 @@
 """Memory of chunks, this machine's and devices', and the way between them.
 
-Where a chunk is kept (`Home`); host memory that stored bytes pass through (`Arena`); copying to a
-device beside the computing on it (`Lane`, the only CUDA-specific code of the stores); whole chunks
-along a lane (`staged`, `deliver`, `moved`).
+Where a chunk is kept (`Home`); copying to a device beside the computing on it (`Lane`, the only
+CUDA-specific code of the stores); whole chunks along a lane (`Staged`, `deliver`, `moved`).
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 import math
 import mmap
 from collections import deque
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.forks import in_child, new_condition, new_lock
+from kvcache_rag.forks import in_child, new_lock
 from kvcache_rag.kv.chunk import ChunkKV
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -89,206 +88,58 @@ def allocate(
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
-# ---------------------------------------------------------------- memory that bytes pass through
-# Allocated once and lent again and again.  Pinned memory, which a device reads by itself while the
-# processor goes on, is slow to allocate: page by page it is locked by the kernel.  Fresh plain
-# memory costs a page fault for every 4 KiB.
+# ---------------------------------------------------------------------- lanes
+# A `Lane` leads to one device.  Work that is sent along it runs in order, after what the device was
+# told before and beside what it is told afterwards, until somebody `follow`s.
 
-ALIGNMENT = 512  # every loan begins at such a multiple: any dtype can be viewed there
-
-SLAB = 64 << 20  # a power of two, to which PyTorch rounds pinned memory anyway
+_ON_THE_WAY = 256 << 20  # bytes: reading goes on while as much waits for the bus
 
 
 class Event(Protocol):
     """Work of a device that ends at some time, as `torch.cuda.Event` does."""
 
-    def query(self) -> bool:
-        """Whether it has ended."""
-
     def synchronize(self) -> None:
         """Wait for its end."""
 
 
-def plain_memory(nbytes: int) -> Tensor:
-    """Bytes that are pageable."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+class Backlog:
+    """What a device still reads from host memory, about `limit` bytes at most."""
 
-
-def pinned_memory(nbytes: int) -> Tensor:
-    """Bytes that a CUDA device reads by itself; pageable where the system locks no more."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # slower, and right all the same
-        return plain_memory(nbytes)
-
-
-@dataclass(eq=False)
-class Loan:
-    """Bytes that are lent.
-
-    Attributes:
-        memory: `(nbytes,)` uint8.
-    """
-
-    memory: Tensor
-    _until: Event | None = None
-
-    def keep_until(self, event: Event) -> None:
-        """Let the memory be lent again only when `event` has happened, which still reads it."""
-        self._until = event
-
-
-@dataclass(eq=False)
-class _Slab:
-    memory: Tensor
-    taken: list[tuple[int, int]] = field(default_factory=list)  # ascending, apart
-    used: int = 0  # bytes behind the first that were ever lent
-
-    def take(self, size: int) -> int | None:
-        """Where the first gap of `size` bytes begins, which is taken now; None without one."""
-        begin = 0
-        for index, (start, stop) in enumerate([*self.taken, (len(self.memory), 0)]):
-            if start - begin >= size:
-                self.taken.insert(index, (begin, begin + size))
-                self.used = max(self.used, begin + size)
-                return begin
-            begin = stop
-        return None
-
-    def wipe(self) -> None:
-        """Zero what is not lent."""
-        begin = 0
-        for start, stop in [*self.taken, (self.used, 0)]:
-            self.memory[begin : max(begin, start)].zero_()
-            begin = stop
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    slab: _Slab
-    start: int
-    stop: int
-
-
-class Arena:
-    """Memory in slabs that are never given back, up to a limit; any thread may borrow.
-
-    Who finds no room waits for others to give theirs back, so a thread borrows once at a time.
-    What could never fit is lent from plain memory of its own.
-
-    Attributes:
-        limit: Bytes of all slabs together at most.
-    """
-
-    def __init__(self, limit: int, allocate: Callable[[int], Tensor] = plain_memory) -> None:
-        """Hold nothing yet.
-
-        Args:
-            limit: Bytes of all slabs together at most.
-            allocate: Makes a slab of so many bytes, `(nbytes,)` uint8 on the CPU.
-        """
+    def __init__(self, limit: int = _ON_THE_WAY) -> None:
         self.limit = limit
-        self._allocate = allocate
-        self._changed = new_condition()
-        self._slabs: list[_Slab] = []
-        # Given back, oldest first, while a device still reads from it.
-        self._leaving: deque[tuple[Event, _Place]] = deque()
+        self._lock = new_lock()
+        self._sent: deque[tuple[Event, int]] = deque()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slabs."""
-        return sum(len(slab.memory) for slab in self._slabs)
+    def add(self, event: Event, nbytes: int) -> None:
+        """Note what is read until `event`; waits for the oldest above the limit."""
+        with self._lock:
+            self._sent.append((event, nbytes))
+        self._wait(self.limit)
 
-    @contextmanager
-    def lend(self, nbytes: int) -> Iterator[Loan]:
-        """Lend `nbytes`, uninitialised, until the end of the block or what it was kept for."""
-        size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        place = self._borrow(size)
-        if place is None:
-            yield Loan(plain_memory(nbytes))
-            return
-        # (nbytes,) uint8, a view of the slab; the place itself is whole multiples of ALIGNMENT.
-        loan = Loan(place.slab.memory[place.start : place.start + nbytes])
-        try:
-            yield loan
-        finally:
-            with self._changed:
-                if loan._until is None:
-                    self._free(place)
-                else:
-                    self._leaving.append((loan._until, place))
-                    self._changed.notify_all()
+    def wait(self) -> None:
+        """Wait for everything."""
+        self._wait(0)
 
-    def wipe(self) -> None:
-        """Forget what was in memory that is not lent now; waits for what a device still reads."""
-        with self._changed:
-            leaving = [*self._leaving]
-        for event, _ in leaving:
-            event.synchronize()
-        with self._changed:
-            self._collect()
-            for slab in self._slabs:
-                slab.wipe()
-
-    def _borrow(self, size: int) -> _Place | None:
+    def _wait(self, limit: int) -> None:
         while True:
-            with self._changed:
-                self._collect()
-                place = self._find(size)
-                if place is not None or not self._could_fit(size):
-                    return place
-                if not self._leaving:
-                    self._changed.wait()
-                    continue
-                event, oldest = self._leaving.popleft()
-            try:
-                event.synchronize()
-            finally:
-                with self._changed:
-                    self._free(oldest)
-
-    def _collect(self) -> None:
-        while self._leaving and self._leaving[0][0].query():
-            self._free(self._leaving.popleft()[1])
-
-    def _find(self, size: int) -> _Place | None:
-        for slab in self._slabs:
-            start = slab.take(size)
-            if start is not None:
-                return _Place(slab, start, start + size)
-        fresh = min(max(SLAB, size), self.limit - self.nbytes)
-        if fresh < size:
-            return None
-        with torch.inference_mode(mode=False):  # to be used in and out of it
-            memory = self._allocate(fresh)
-        self._slabs.append(_Slab(memory, [(0, size)], size))
-        return _Place(self._slabs[-1], 0, size)
-
-    def _could_fit(self, size: int) -> bool:
-        return any(len(slab.memory) >= size for slab in self._slabs)
-
-    def _free(self, place: _Place) -> None:
-        place.slab.taken.remove((place.start, place.stop))
-        self._changed.notify_all()
-
-
-# ---------------------------------------------------------------------- lanes
-# A `Lane` leads to one device.  Work that is sent along it runs in order, after what the device was
-# told before and beside what it is told afterwards, until somebody `follow`s.
-
-_PLAIN = 64 << 20  # pageable memory for what has to be decoded
-
-_PINNED = 256 << 20  # reading goes on while this much waits for the bus
+            with self._lock:
+                if sum(nbytes for _, nbytes in self._sent) <= limit:
+                    return
+                oldest, _ = self._sent.popleft()
+            oldest.synchronize()
 
 
 class Lane(Protocol):
     """A way to a device.
 
     Attributes:
-        arena: Host memory from which the device reads fastest.
+        backlog: What was sent from memory that `memory` gave.
     """
 
-    arena: Arena
+    backlog: Backlog
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Host memory `(nbytes,)` uint8, from which the device reads fastest; uninitialised."""
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         """Do `work` after what the current stream was told so far, and beside what comes later.
@@ -311,9 +162,6 @@ class Lane(Protocol):
 class Done:
     """What has happened already."""
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         """Nothing is waited for."""
 
@@ -323,7 +171,10 @@ class DirectLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.arena = Arena(_PLAIN)
+        self.backlog = Backlog()
+
+    def memory(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         del touched
@@ -344,8 +195,18 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         """Lead to a CUDA device."""
         self.device = device
-        self.arena = Arena(_PINNED, pinned_memory)
+        self.backlog = Backlog()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # in torch
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Pinned memory, pageable where the system locks no more.
+
+        PyTorch lends it again, but never while a copy that `fetch` began still reads from it.
+        """
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # slower, and right all the same
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         """Do it on the side stream."""
@@ -386,24 +247,29 @@ def lane_to(device: torch.device) -> Lane:
 
 
 def wipe() -> None:
-    """Forget what passed through the host memory of all lanes."""
+    """Give back the pinned memory through which chunks passed, where PyTorch can."""
     with _lock:
-        lanes = [*_lanes.values()]
+        lanes = [lane for lane in _lanes.values() if isinstance(lane, CudaLane)]
     for lane in lanes:
-        lane.arena.wipe()
+        lane.backlog.wait()
+    if lanes and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
 
 
 @in_child
 def _begin_anew() -> None:
-    # What their arenas have lent is with threads that do not exist here.
+    # What was sent along them is with threads and streams that do not exist here.
     _lanes.clear()
 
 
 # ---------------------------------------------------------------------- whole chunks
-# Bytes of a file are read into reusable host memory, pinned where a CUDA device reads from it. Once
-# they are verified they cross as they are (int8 as int8) along the lane to the device, and are
+# Bytes of a file are read into host memory, pinned where a CUDA device reads from it. Once they are
+# verified they cross as they are (int8 as int8) along the lane to the device, and are
 # decoded there. What is written is ready for whatever the current stream is told afterwards; the
 # caller goes on meanwhile, with the next chunk for example.
+
+
+ALIGNMENT = 512  # every tensor begins at such a multiple: any dtype can be viewed there
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,34 +281,30 @@ class Staged:
     """
 
     tensors: dict[str, Tensor]
+    _memory: Tensor
     _specs: Mapping[str, TensorSpec]
-    _loan: Loan
     _lane: Lane
+
+    @classmethod
+    def to(cls, out: ChunkKV, specs: Mapping[str, TensorSpec]) -> Staged:
+        """Host memory for stored tensors, by name, of a chunk that goes where `out` lies."""
+        lane = lane_to(device_of(out))
+        memory = lane.memory(sum(map(_room, specs.values())))
+        return cls(_carved(memory, specs), memory, specs, lane)
 
     def decode(self, codec: Codec, out: ChunkKV) -> None:
         """Send what was read, and decode it where `out` lies; only for what was verified."""
 
         def work() -> None:
             # All parts in one copy: a call costs as much as some hundred KiB.
-            codec.decode(_carved(self._lane.fetch(self._loan.memory), self._specs), out)
+            there = self._lane.fetch(self._memory)
+            codec.decode(_carved(there, self._specs), out)
+            if there is self._memory:  # no bytes stay in memory that others get; else see `wipe`
+                there.zero_()
 
         event = self._lane.send(work, _flat(out))
-        self._loan.keep_until(event)
+        self._lane.backlog.add(event, self._memory.nbytes)
         self._lane.follow(event)
-
-
-@contextmanager
-def staged(specs: Mapping[str, TensorSpec], out: ChunkKV) -> Iterator[Staged]:
-    """Host memory for the stored tensors of a chunk that goes to the device of `out`.
-
-    Args:
-        specs: Dtype and shape by name.
-        out: Where the chunk goes.
-    """
-    lane = lane_to(device_of(out))
-    nbytes = sum(_room(spec) for spec in specs.values())
-    with lane.arena.lend(nbytes) as loan:
-        yield Staged(_carved(loan.memory, specs), specs, loan, lane)
 
 
 def deliver(

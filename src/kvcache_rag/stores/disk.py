@@ -44,6 +44,8 @@ class DiskStore(StoredChunks):
     _DAMAGED = "the file of chunk {} was put aside"
     _ABSENT = "chunk {} is not on disk"
 
+    place: Folder
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -67,9 +69,8 @@ class DiskStore(StoredChunks):
         check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
         self.root = Path(os.path.abspath(expanded(root)))
         self.durable = durable
-        self._folder_bytes = Folder(str(self.root), durable=durable, dated=ttl is not None)
         super().__init__(
-            self._folder_bytes,
+            Folder(str(self.root), durable=durable, dated=ttl is not None),
             codec=codec,
             namespace=namespace,
             max_bytes=max_bytes,
@@ -84,7 +85,7 @@ class DiskStore(StoredChunks):
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
-            self._counters.note(str(error))
+            self._counters.unwritable(str(error))
         _LOG.info("%s: opened %s, codec %s", tier, self.root, self._codec.name)
 
     def __repr__(self) -> str:
@@ -106,7 +107,7 @@ class DiskStore(StoredChunks):
 
     def path(self, key: ChunkKey) -> Path:
         """Where the file of `key` is or would be."""
-        return Path(self._folder_bytes.path(self._name(key)))
+        return Path(self.place.path(self._name(key)))
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""

@@ -14,9 +14,9 @@ import re
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -24,7 +24,7 @@ import xxhash
 from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV
-from kvcache_rag.stores.device import Home, staged
+from kvcache_rag.stores.device import Home, Staged
 from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 from kvcache_rag.stores.runs import (
     ReadV,
@@ -36,14 +36,14 @@ from kvcache_rag.stores.runs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from kvcache_rag.codecs import Codec, Room, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.stores.bytes import Buffer
-    from kvcache_rag.stores.signing import Authenticator, Mac, SigningKey
+    from kvcache_rag.stores.signing import SigningKey
 
 
 FORMAT = f"kvcache-rag/{FORMAT_VERSION}"
@@ -71,7 +71,16 @@ _DTYPES = {
 
 _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
-# The values that the reader cannot know.
+_WIDTHS = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+# The metadata that a reader knows, and what it cannot know.
+_KNOWN = {
+    "format": re.compile(re.escape(FORMAT)),
+    "key": re.compile(r"[0-9a-f]{64}"),
+    "codec": re.compile(r"[a-z0-9-]{1,64}"),
+    "start": re.compile(r"0|[1-9][0-9]{0,9}"),
+}
+
 _FREE = {
     "pad": re.compile(r" *"),
     "provenance": re.compile(r"[ -!#-\[\]-~]{1,200}"),
@@ -218,34 +227,88 @@ def _provenance() -> str:
 
 
 # ---------------------------------------------------------------------- headers
+# A reader knows all of a header but three values, and compares it.  Who knows nothing but the
+# file's name checks it against itself: the fields and limits of the format, and tensors that lie
+# densely and fill the file.
 @dataclass(frozen=True)
 class Header:
-    """The header of a file as it is, in the form of this format; nothing else is known of it yet.
+    """The header of a file, in the form of this format.
 
     Attributes:
         values: The parsed JSON.
-        metadata: Its `__metadata__`.
-        checksum: xxh3_128 of the payload.
         offset: Where the payload begins.
         head: All bytes before it.
     """
 
     values: dict[str, Any]
-    metadata: dict[str, Any]
-    checksum: str
     offset: int
     head: bytearray
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is not of a tensor."""
+        metadata: dict[str, Any] = self.values["__metadata__"]
+        return metadata
 
-def read_header(read: ReadV, size: int) -> Header:
+    @property
+    def checksum(self) -> str:
+        """xxh3_128 of the payload."""
+        return str(self.metadata["xxh3_128"])
+
+    # Only of a header that was checked:
+    @property
+    def codec(self) -> str:
+        """Name of the codec."""
+        return str(self.metadata["codec"])
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.values[_IDS]["shape"][0])
+
+    @property
+    def payload(self) -> int:
+        """Bytes behind the header."""
+        return max(int(one["data_offsets"][1]) for one in self._tensors.values())
+
+    @property
+    def _tensors(self) -> dict[str, Any]:
+        return {name: one for name, one in self.values.items() if name != "__metadata__"}
+
+    def check(self, size: int, digest: str) -> None:
+        """Check it against itself, the size of its file and the digest of the chunk.
+
+        Raises:
+            CorruptChunkError: If it is not that of a whole file of the chunk.
+        """
+        if self.metadata.keys() != _KNOWN.keys() | _FREE.keys():
+            raise CorruptChunkError("the header has not the metadata of this format")
+        _check_forms(self.metadata, _KNOWN)
+        if self.metadata["key"] != digest:
+            raise CorruptChunkError(
+                f"it is the file of another chunk, {self.metadata['key'][:12]}..."
+            )
+        end = self.offset + _extent(self._tensors)
+        if end != size:
+            raise CorruptChunkError(f"the file has {size} bytes, its header says {end}")
+        ids = self.values[_IDS]
+        if ids["dtype"] != "I32" or len(ids["shape"]) != 1:
+            raise CorruptChunkError("the token ids are not one row of int32")
+
+
+def read_header(read: ReadV, size: int, key: SigningKey | None = None) -> Header:
     """Read a file's header; never more than its first page and `MAX_HEADER`, whatever it says.
+
+    Nothing is known of it yet but its form, and that of the values that no reader knows.
 
     Args:
         read: Reads the file.
         size: Its size in bytes.
+        key: What it must say to be signed by, which is not verified; None if that does not matter.
 
     Raises:
         CorruptChunkError: If it is none.
+        UntrustedChunkError: If it does not name the key, whatever else it says.
         OSError: If it cannot be read.
     """
     head = read_bytes(read, 0, min(size, ALIGNMENT))
@@ -259,56 +322,71 @@ def read_header(read: ReadV, size: int) -> Header:
         values = json.loads(head[8:].decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise CorruptChunkError(f"the header is not JSON: {str(error)[:80]}") from None
-    metadata = values.get("__metadata__") if isinstance(values, dict) else None
-    if not isinstance(metadata, dict):
+    if not isinstance(values, dict) or not isinstance(values.get("__metadata__"), dict):
         raise CorruptChunkError("the header has no metadata")
-    for name, form in _FREE.items():
-        value = metadata.get(name)
-        if not isinstance(value, str) or not form.fullmatch(value):
-            raise CorruptChunkError(f"the header's {name} cannot be one")
-    return Header(values, metadata, metadata["xxh3_128"], offset, head)
-
-
-def named_mac(read: ReadV, size: int, key: SigningKey) -> Mac:
-    """The MAC that a file's header says to be of the key; it is not verified.
-
-    Raises:
-        CorruptChunkError: If there is no header.
-        UntrustedChunkError: If it does not name the key.
-        OSError: If it cannot be read.
-    """
-    return key.mac_in(read_header(read, size).metadata["provenance"])
+    header = Header(values, offset, head)
+    _check_forms(header.metadata, _FREE)
+    if key is not None:
+        key.mac_in(header.metadata["provenance"])
+    return header
 
 
 def check_header(read: ReadV, size: int, spec: FileSpec, key: SigningKey | None = None) -> Header:
-    """Read a file's header and compare all of it with what it must be.
-
-    Args:
-        read: Reads the file.
-        size: Its size in bytes.
-        spec: What it must hold.
-        key: What it must say to be signed by; None if that does not matter.
+    """Read a file's header and compare all of it with what it must be; raises as `read_header`.
 
     Raises:
         CorruptChunkError: If the header or the size differs in anything.
-        UntrustedChunkError: If it does not name the key, whatever else it says.
-        OSError: If it cannot be read; `FileNotFoundError` if it is whole, and of another length.
+        FileNotFoundError: If it is that of a whole file, of another length.
     """
-    header = read_header(read, size)
-    if key is not None:
-        key.mac_in(header.metadata["provenance"])
+    header = read_header(read, size, key)
     free = {name: header.metadata[name] for name in _FREE}
-    if header.offset + spec.payload != size:
-        wrong = f"the file has {size} bytes and a header of {header.offset - 8}"
-    elif header.values != {**spec.header, "__metadata__": {**spec.metadata, **free}}:
-        wrong = "the header is not that of the chunk asked for"
-    else:
+    is_same = header.values == {**spec.header, "__metadata__": {**spec.metadata, **free}}
+    if is_same and header.offset + spec.payload == size:
         return header
     # Where a length was noted elsewhere, that may be what is wrong, and the file is right.
-    facts, (asked,) = facts_of(read, size, spec.metadata["key"]), spec.tensors[_IDS][1]
-    if facts.tokens != asked:
-        raise FileNotFoundError(f"the chunk has {facts.tokens} tokens, not {asked}")
-    raise CorruptChunkError(wrong)
+    header.check(size, spec.metadata["key"])
+    (asked,) = spec.tensors[_IDS][1]
+    if header.tokens != asked:
+        raise FileNotFoundError(f"the chunk has {header.tokens} tokens, not {asked}")
+    raise CorruptChunkError("the header is not that of the chunk asked for")
+
+
+def _check_forms(metadata: dict[str, Any], forms: Mapping[str, re.Pattern[str]]) -> None:
+    for name, form in forms.items():
+        value = metadata.get(name)
+        if not isinstance(value, str) or not form.fullmatch(value):
+            raise CorruptChunkError(f"the header's {name} cannot be one")
+
+
+def _extent(tensors: dict[str, Any]) -> int:
+    """Bytes of all tensors, which must lie behind each other without gaps."""
+    if _IDS not in tensors or len(tensors) < 2:
+        raise CorruptChunkError("the header lacks the token ids or every other tensor")
+    end = 0
+    for begin, stop, nbytes in sorted(_place(name, value) for name, value in tensors.items()):
+        if begin != end or stop - begin != nbytes:
+            raise CorruptChunkError("the tensors overlap, leave gaps or have another size")
+        end = stop
+    return end
+
+
+def _place(name: str, tensor: Any) -> tuple[int, int, int]:
+    """Where a tensor begins and stops, and how many bytes its shape and dtype make."""
+    fields = {"dtype", "shape", "data_offsets"}
+    if isinstance(tensor, dict) and tensor.keys() == fields:
+        shape, offsets = tensor["shape"], tensor["data_offsets"]
+        width = _WIDTHS.get(tensor["dtype"]) if isinstance(tensor["dtype"], str) else None
+        if width and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2:
+            return offsets[0], offsets[1], math.prod(shape) * width
+    raise CorruptChunkError(f"the header's tensor {name[:40]!r} cannot be one")
+
+
+def _are_sizes(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= 8
+        and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    )
 
 
 # ---------------------------------------------------------------------- reading
@@ -361,10 +439,9 @@ def read_file(
     if places is not None:
         _read_payload(read, header, spec, places, key)
     else:
-        with staged(spec.tensors, out) as staging:
-            places = _places(staging.tensors, tokens) or {}
-            _read_payload(read, header, spec, places, key)
-            staging.decode(codec, out)
+        staged = Staged.to(out, spec.tensors)
+        _read_payload(read, header, spec, _places(staged.tensors, tokens) or {}, key)
+        staged.decode(codec, out)
     out.tokens.copy_(tokens)
     return out
 
@@ -377,37 +454,43 @@ def _read_payload(
     key: SigningKey | None,
 ) -> None:
     targets = [view for name in spec.tensors for view in places[name]]
-    if key is not None:
-        authenticator = _authenticator(header, key)
-        read_views(read, header.offset, targets, authenticator.update)
-        check_mac(authenticator, read, header, spec.payload)
-        return
-    hasher = xxhash.xxh3_128()
-    read_views(read, header.offset, targets, hasher.update)
-    if hasher.hexdigest() != header.checksum:
-        raise CorruptChunkError("the checksum is wrong: the bytes were changed")
+    _check_payload(read, header, key, lambda seen: read_views(read, header.offset, targets, seen))
 
 
-def _authenticator(header: Header, key: SigningKey) -> Authenticator:
-    return key.authenticator(key.mac_in(header.metadata["provenance"]), header.head)
+def _check_payload(
+    read: ReadV,
+    header: Header,
+    key: SigningKey | None,
+    go_through: Callable[[Callable[[memoryview], object]], None],
+) -> None:
+    """Refuse a payload that is not what checksum or MAC say.
 
+    What has the right MAC needs no checksum; of what has a wrong one it tells damage, which a
+    medium does, from bytes that somebody wrote.
 
-def check_mac(authenticator: Authenticator, read: ReadV, header: Header, payload: int) -> None:
-    """Refuse a file whose payload was taken in and whose MAC is wrong.
-
-    What is right needs no checksum; of what is wrong it tells damage, which a medium does, from
-    bytes that somebody wrote.
+    Args:
+        read: Reads the file.
+        header: Its header, which was checked.
+        key: What it must be signed by; None if that does not matter.
+        go_through: Reads the payload, and shows all of it, in order, to what it is given.
 
     Raises:
-        CorruptChunkError: If the checksum is wrong, too.
-        UntrustedChunkError: If it is right.
-        OSError: If it cannot be read again.
+        CorruptChunkError: If the checksum is wrong, and the MAC if there is a key.
+        UntrustedChunkError: If the MAC alone is.
+        OSError: If it cannot be read.
     """
-    if authenticator.is_right():
-        return
-    if _payload_checksum(read, header.offset, payload) != header.checksum:
+    if key is not None:
+        authenticator = key.authenticator(key.mac_in(header.metadata["provenance"]), header.head)
+        go_through(authenticator.update)
+        if authenticator.is_right():
+            return
+        go_through = partial(read_through, read, header.offset, header.payload)
+    hasher = xxhash.xxh3_128()
+    go_through(hasher.update)
+    if hasher.hexdigest() != header.checksum:
         raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-    raise UntrustedChunkError("its MAC is wrong: somebody without the key changed it")
+    if key is not None:
+        raise UntrustedChunkError("its MAC is wrong: somebody without the key changed it")
 
 
 def _places(
@@ -423,38 +506,7 @@ def _places(
 
 
 # ---------------------------------------------------------------------- checking without a model
-# A reader knows every value of the header beforehand and compares all of it; here nothing is known
-# but the file's name, so the header is checked against itself: the fields and limits of the format,
-# tensors that lie densely and fill the file, and the checksum of the payload.
-
-_KNOWN: Final = {
-    "format": re.compile(re.escape(FORMAT)),
-    "key": re.compile(r"[0-9a-f]{64}"),
-    "codec": re.compile(r"[a-z0-9-]{1,64}"),
-    "start": re.compile(r"0|[1-9][0-9]{0,9}"),
-}
-
-_WIDTHS: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What the header of a chunk's file says.
-
-    Attributes:
-        codec: Name of the codec.
-        tokens: Number of tokens.
-        payload: Bytes behind the header.
-        header: All of it.
-    """
-
-    codec: str
-    tokens: int
-    payload: int
-    header: Header
-
-
-def file_facts(path: str, digest: str, key: SigningKey | None = None) -> FileFacts:
+def file_header(path: str, digest: str, key: SigningKey | None = None) -> Header:
     """Read and check the header of a chunk's file; the payload is not read.
 
     Args:
@@ -467,94 +519,29 @@ def file_facts(path: str, digest: str, key: SigningKey | None = None) -> FileFac
         UntrustedChunkError: If it does not name the key.
         OSError: If it cannot be read, or is gone.
     """
-    with _regular(path) as descriptor:
-        return facts_of(positional(descriptor), os.fstat(descriptor).st_size, digest, key)
+    with _regular(path) as (read, size):
+        header = read_header(read, size, key)
+        header.check(size, digest)
+        return header
 
 
-def verify_file(path: str, digest: str, key: SigningKey | None = None) -> FileFacts:
+def verify_file(path: str, digest: str, key: SigningKey | None = None) -> None:
     """Check all of a chunk's file, the checksum too, and the MAC if there is a key."""
-    with _regular(path) as descriptor:
-        return verify_bytes(positional(descriptor), os.fstat(descriptor).st_size, digest, key)
+    with _regular(path) as (read, size):
+        verify_bytes(read, size, digest, key)
 
 
-def verify_bytes(read: ReadV, size: int, digest: str, key: SigningKey | None) -> FileFacts:
+def verify_bytes(read: ReadV, size: int, digest: str, key: SigningKey | None) -> None:
     """The same, of what `read` reads."""
-    facts = facts_of(read, size, digest, key)
-    header = facts.header
-    if key is not None:
-        authenticator = _authenticator(header, key)
-        read_through(read, header.offset, facts.payload, authenticator.update)
-        check_mac(authenticator, read, header, facts.payload)
-    elif _payload_checksum(read, header.offset, facts.payload) != header.checksum:
-        raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-    return facts
+    header = read_header(read, size, key)
+    header.check(size, digest)
+    _check_payload(read, header, key, partial(read_through, read, header.offset, header.payload))
 
 
 @contextmanager
-def _regular(path: str) -> Iterator[int]:
+def _regular(path: str) -> Iterator[tuple[ReadV, int]]:
     try:
         with opened(path, READ) as descriptor:
-            yield descriptor
+            yield positional(descriptor), os.fstat(descriptor).st_size
     except NotAFileError as error:
         raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
-
-
-def facts_of(read: ReadV, size: int, digest: str, key: SigningKey | None = None) -> FileFacts:
-    """The same as `file_facts`, of what `read` reads."""
-    header = read_header(read, size)
-    metadata = header.metadata
-    if key is not None:
-        key.mac_in(metadata["provenance"])
-    if metadata.keys() != _KNOWN.keys() | _FREE.keys():
-        raise CorruptChunkError("the header has not the metadata of this format")
-    for name, form in _KNOWN.items():
-        if not isinstance(metadata[name], str) or not form.fullmatch(metadata[name]):
-            raise CorruptChunkError(f"the header's {name} cannot be one")
-    if metadata["key"] != digest:
-        raise CorruptChunkError(f"it is the file of another chunk, {metadata['key'][:12]}...")
-    payload = _extent({name: one for name, one in header.values.items() if name != "__metadata__"})
-    if header.offset + payload != size:
-        raise CorruptChunkError(
-            f"the file has {size} bytes, its header says {header.offset + payload}"
-        )
-    tokens = header.values[_IDS]
-    if tokens["dtype"] != "I32" or len(tokens["shape"]) != 1:
-        raise CorruptChunkError("the token ids are not one row of int32")
-    return FileFacts(metadata["codec"], tokens["shape"][0], payload, header)
-
-
-def _extent(tensors: dict[str, Any]) -> int:
-    """Bytes of all tensors, which must lie behind each other without gaps."""
-    if _IDS not in tensors or len(tensors) < 2:
-        raise CorruptChunkError("the header lacks the token ids or every other tensor")
-    end = 0
-    for begin, stop, nbytes in sorted(_place(name, value) for name, value in tensors.items()):
-        if begin != end or stop - begin != nbytes:
-            raise CorruptChunkError("the tensors overlap, leave gaps or have another size")
-        end = stop
-    return end
-
-
-def _place(name: str, tensor: Any) -> tuple[int, int, int]:
-    """Where a tensor begins and stops, and how many bytes its shape and dtype make."""
-    fields = {"dtype", "shape", "data_offsets"}
-    if isinstance(tensor, dict) and tensor.keys() == fields:
-        shape, offsets = tensor["shape"], tensor["data_offsets"]
-        width = _WIDTHS.get(tensor["dtype"]) if isinstance(tensor["dtype"], str) else None
-        if width and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2:
-            return offsets[0], offsets[1], math.prod(shape) * width
-    raise CorruptChunkError(f"the header's tensor {name[:40]!r} cannot be one")
-
-
-def _are_sizes(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) <= 8
-        and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-    )
-
-
-def _payload_checksum(read: ReadV, offset: int, payload: int) -> str:
-    hasher = xxhash.xxh3_128()
-    read_through(read, offset, payload, hasher.update)
-    return hasher.hexdigest()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.stores.bytes import Entry
 from kvcache_rag.stores.filesystem import READ, opened
 from kvcache_rag.stores.folder import QUARANTINE, Folder
 from kvcache_rag.stores.limits import kind_of
@@ -17,8 +18,6 @@ from kvcache_rag.stores.names import MANIFEST, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from kvcache_rag.stores.bytes import Entry
 
 MAX_MANIFEST = 64 << 10  # bytes
 
@@ -31,38 +30,30 @@ _OF_A_STORE = re.compile(rf"{_NAMESPACE.pattern}(\.epoch)?|sweep\.lock|used|\.tm
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class StoredFile(Entry):
     """A file of a store.
 
     Attributes:
         root: Folder of the store.
-        entry: What is known of it.
     """
 
     root: str
-    entry: Entry
 
     @property
     def path(self) -> str:
         """Where it is."""
-        return f"{self.root}/{self.entry.name}"
+        return f"{self.root}/{self.name}"
 
     @property
     def digest(self) -> str:
         """Of the chunk, if it is one's."""
-        return os.path.basename(self.entry.name).removesuffix(SUFFIX)
+        return os.path.basename(self.name).removesuffix(SUFFIX)
 
-    @property
-    def nbytes(self) -> int:
-        return self.entry.nbytes
 
-    @property
-    def written(self) -> float:
-        return self.entry.written
-
-    @property
-    def used(self) -> float:
-        return self.entry.used
+def _files(root: str, prefix: str, kind: str) -> Iterator[StoredFile]:
+    for entry in Folder(root).list(prefix):
+        if kind_of(entry.name) == kind:
+            yield StoredFile(**vars(entry), root=root)
 
 
 @dataclass(frozen=True)
@@ -91,16 +82,11 @@ class SpecFolder:
         return manifest if isinstance(manifest, dict) else {}
 
     def chunks(self) -> Iterator[StoredFile]:
-        return self._files("chunk")
+        return _files(self.root, f"{self.namespace}/{self.name}/", "chunk")
 
     def unfinished(self) -> Iterator[StoredFile]:
         """Files that were never finished."""
-        return self._files("unfinished")
-
-    def _files(self, kind: str) -> Iterator[StoredFile]:
-        for entry in Folder(self.root).list(f"{self.namespace}/{self.name}/"):
-            if kind_of(entry.name) == kind:
-                yield StoredFile(self.root, entry)
+        return _files(self.root, f"{self.namespace}/{self.name}/", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -126,13 +112,11 @@ class NamespaceFolder:
 
     def quarantined(self) -> list[StoredFile]:
         """Files that were put aside because they were not what they should be."""
-        found = Folder(self.root).list(f"{self.name}/{QUARANTINE}/")
-        return [StoredFile(self.root, entry) for entry in found]
+        return [*_files(self.root, f"{self.name}/{QUARANTINE}/", "aside")]
 
     def deleted(self) -> list[StoredFile]:
         """What an interrupted deletion of the namespace left; the next sweep drops it."""
-        found = Folder(self.root).list(f"{self.name}/")
-        return [StoredFile(self.root, one) for one in found if kind_of(one.name) == "deleted"]
+        return [*_files(self.root, f"{self.name}/", "deleted")]
 
 
 def namespaces(root: str | os.PathLike[str]) -> Iterator[NamespaceFolder]:

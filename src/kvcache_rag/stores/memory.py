@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from cachetools import LRUCache
+from cachetools import Cache, TTLCache
 
-from kvcache_rag.codecs import Codec, EncodedChunk, Native
-from kvcache_rag.codecs.named import codec_of
+from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import (
-    ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
     check_name,
     check_settings,
 )
-from kvcache_rag.forks import Reopened, new_lock
-from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+from kvcache_rag.forks import new_lock
+from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.stores.base import (
-    SWEEP_PAUSE,
-    ChunkStore,
-    Counters,
     EncodedHit,
     Hit,
-    StoreStats,
+    Tier,
     check_chunk,
     check_out,
-    check_ttl,
     next_generation,
     size_in_memory,
 )
@@ -41,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.codecs import Room
+    from kvcache_rag.codecs import Codec, Room
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
 
 
 def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
@@ -63,19 +59,7 @@ def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
     return copy
 
 
-class _Chunks(LRUCache[ChunkKey, "ChunkKV | EncodedChunk"]):
-    """Chunks, and when each was put, on the clock that never goes back."""
-
-    def __init__(self, maxsize: int) -> None:
-        super().__init__(maxsize, getsizeof=size_in_memory)
-        self.put_at: dict[ChunkKey, float] = {}
-
-    def __delitem__(self, key: ChunkKey) -> None:
-        super().__delitem__(key)
-        self.put_at.pop(key, None)
-
-
-class MemoryStore(Reopened, ChunkStore):
+class MemoryStore(Tier):
     """Up to `max_bytes` of chunks in memory, shared by the threads of this process.
 
     That is main memory, or a device's, where chunks are used without crossing a bus; in front of a
@@ -91,6 +75,9 @@ class MemoryStore(Reopened, ChunkStore):
         codec: Form in which chunks are kept: `Native`, or that of the tiers behind this one, with
             `Int8` of half the size; on a CPU a question attends to them as they lie.
     """
+
+    _DAMAGED = "chunk {} was kept in another form"
+    _ABSENT = "chunk {} is not in memory"
 
     excludes_processes = False
 
@@ -122,21 +109,20 @@ class MemoryStore(Reopened, ChunkStore):
         check_settings(MemoryStore.__init__, locals(), infinite=("ttl",))
         self.max_bytes = max_bytes
         self.home = Home.checked(device, pinned=pinned)
-        self._codec = codec_of(codec)
-        is_plain = self.home.device.type == "cpu" and not pinned
+        kind = self.home.device.type
+        super().__init__(tier or ("memory" if kind == "cpu" else "device"), codec, ttl)
+        is_plain = kind == "cpu" and not pinned
         if not (isinstance(self._codec, Native) or (self._codec.is_attended and is_plain)):
             raise InvalidInputError(
                 f"memory of {self.home.device}{', pinned,' if pinned else ''} keeps no chunks in "
                 f"the form of {self._codec!r}; give Native(), or Int8() for plain main memory"
             )
-        self.ttl = check_ttl(ttl)
-        self.tier = tier or ("memory" if self.home.device.type == "cpu" else "device")
         self._lock = new_lock()
-        self._chunks = _Chunks(max_bytes)
+        self._chunks: TTLCache[ChunkKey, ChunkKV | EncodedChunk] = TTLCache(
+            max_bytes, ttl or math.inf, timer=lambda: time.monotonic(), getsizeof=size_in_memory
+        )
         self._generations: Counter[str] = Counter()
-        self._counters = Counters(self.tier)
         self._stripes = ThreadLocks()
-        self._due = time.monotonic() + SWEEP_PAUSE
 
     def __repr__(self) -> str:
         """The call that made it."""
@@ -146,53 +132,43 @@ class MemoryStore(Reopened, ChunkStore):
             f"pinned={self.home.pinned}, ttl={self.ttl}, tier={self.tier!r}{form})"
         )
 
-    @property
-    def codec(self) -> Codec:
-        """The form in which chunks are kept."""
-        return self._codec
-
-    @property
-    def gives_encoded(self) -> bool:
-        return self._codec.is_attended
-
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Give back the kept chunk itself; what is kept in a codec's form is decoded into `out`."""
-        begin = time.perf_counter()
         if out is not None:
             check_out(check_key(key), layout, out)
-        chunk = self._kept(key, layout)
-        if isinstance(chunk, EncodedChunk):
+
+        def read() -> tuple[ChunkKV, int]:
+            kept = self._kept(key, layout)
+            if isinstance(kept, ChunkKV):
+                return kept, size_in_memory(kept)
             if out is None:
-                out = chunk.decoded()
-            else:
-                chunk.decode(out)
-        else:
-            out = chunk
-        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
-        return Hit(out, self.tier)
+                return kept.decoded(), size_in_memory(kept)
+            kept.decode(out)
+            return out, size_in_memory(kept)
+
+        return Hit(self._counted(key, read), self.tier)
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Give back the kept chunk itself."""
-        begin = time.perf_counter()
-        chunk = self._kept(key, layout)
-        if not isinstance(chunk, EncodedChunk):
+        if not self.gives_encoded:
             return super().encoded(key, layout, room)
-        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
-        return EncodedHit(chunk, self.tier)
+
+        def read() -> tuple[Any, int]:
+            kept = self._kept(key, layout)
+            return kept, size_in_memory(kept)
+
+        return EncodedHit(self._counted(key, read), self.tier)
 
     def _kept(self, key: ChunkKey, layout: ChunkLayout) -> ChunkKV | EncodedChunk:
-        """What is kept for a key, which now is the last used; failures are counted."""
+        """What is kept for a key, which now is the last used."""
         check_key(key)
         with self._lock:
-            chunk = None if self._is_expired(key) else self._chunks.get(key)
-            if chunk is not None and chunk.layout != layout:
-                del self._chunks[key]
-        if chunk is None:
-            self._counters.add("misses")
-            raise ChunkNotFoundError(f"chunk {key.digest} is not in memory; prefill it")
-        if chunk.layout != layout:
-            self._counters.add("corrupt")
-            raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                raise FileNotFoundError("it was never put, or has gone")
+            if chunk.layout != layout:
+                self._chunks.pop(key, None)
+                raise CorruptChunkError("its layout is not that asked for")
         return chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
@@ -225,32 +201,27 @@ class MemoryStore(Reopened, ChunkStore):
             generation = self.generation(key.namespace)
         try:
             kept = make()
-        except CorruptChunkError as error:  # values that the codec cannot store
-            self._counters.failed(str(error))
-            return False
-        except RuntimeError as error:  # so PyTorch says that there is no memory left
+        except (CorruptChunkError, RuntimeError) as error:  # PyTorch's, of memory that is full
             self._counters.failed(str(error).partition("\n")[0])
             return False
         with self._lock:
             if self._generations[key.namespace] > generation:
                 self._counters.failed("the namespace was deleted meanwhile")
                 return False
+            self._drop_expired()
             self._chunks.pop(key, None)
             before = len(self._chunks)
             self._chunks[key] = kept
-            self._chunks.put_at[key] = time.monotonic()
             evicted = before + 1 - len(self._chunks)
         self._counters.kept(self.tier, size)
         self._counters.evicted(evicted)
-        if self.ttl is not None:
-            self._sweep_when_due()
         return True
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the key is held now; does not count as use."""
         check_key(key)
         with self._lock:
-            return key in self._chunks and not self._is_expired(key)
+            return key in self._chunks
 
     def touch(self, key: ChunkKey) -> None:
         """Make the key the most recently used."""
@@ -268,6 +239,7 @@ class MemoryStore(Reopened, ChunkStore):
         """Forget every chunk of a namespace; who uses a chunk keeps it meanwhile."""
         check_name("namespace", namespace)
         with self._lock:
+            self._drop_expired()
             last = self._generations[namespace]
             self._generations[namespace] = generation or next_generation(last)
             gone = [key for key in self._chunks if key.namespace == namespace]
@@ -285,33 +257,21 @@ class MemoryStore(Reopened, ChunkStore):
         return self._stripes.hold([check_key(key).digest[:2] for key in keys])
 
     def sweep(self) -> int:
-        """Drop old chunks; the limit is kept by `put`."""
+        """Drop old chunks, as every `put` does; the limit is kept by `put`."""
         with self._lock:
-            over = [key for key in self._chunks if self._is_expired(key)]
-            for key in over:
-                del self._chunks[key]
-        self._counters.evicted(len(over))
-        return len(over)
+            return self._drop_expired()
+
+    def _drop_expired(self) -> int:
+        # What has expired is in no answer of the cache's own; `Cache` counts it still.
+        held = Cache.__len__(self._chunks)
+        self._chunks.expire()
+        dropped = held - Cache.__len__(self._chunks)
+        self._counters.evicted(dropped)
+        return dropped
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys, values and token ids that are kept now."""
         with self._lock:
+            self._drop_expired()
             return int(self._chunks.currsize)
-
-    def stats(self) -> StoreStats:
-        """Counters of this store."""
-        return self._counters.stats()
-
-    def _sweep_when_due(self) -> None:
-        """Sweep, once per pause: nobody else drops what is too old."""
-        now = time.monotonic()
-        with self._lock:
-            if now < self._due:
-                return
-            self._due = now + SWEEP_PAUSE
-        self.sweep()
-
-    def _is_expired(self, key: ChunkKey) -> bool:
-        put_at = self._chunks.put_at.get(key)
-        return self.ttl is not None and put_at is not None and put_at <= time.monotonic() - self.ttl

@@ -242,6 +242,8 @@ class RemoteStore(StoredChunks):
     _DAMAGED = "the object of chunk {} is damaged"
     _ABSENT = "chunk {} cannot be had from the remote"
 
+    place: Objects
+
     def __init__(
         self,
         url: str,
@@ -280,8 +282,8 @@ class RemoteStore(StoredChunks):
             raise InvalidInputError("timeout must be above 0, retries and pause not below it")
         options = dict(storage_options or {})
         self._transport = Transport(url, options, timeout=timeout, retries=retries, pause=pause)
-        self._objects = Objects(self._transport, lambda why: self._counters.unreachable(why))
-        super().__init__(self._objects, codec=codec, tier=tier, signing_key=signing_key)
+        objects = Objects(self._transport, lambda why: self._counters.unreachable(why))
+        super().__init__(objects, codec=codec, tier=tier, signing_key=signing_key)
         self.url = self._transport.url
         self.timeout = timeout
         self.retries = retries
@@ -332,7 +334,7 @@ class RemoteStore(StoredChunks):
 
         In a bucket that keeps old versions of objects, those stay until its own rules drop them.
         """
-        with self._objects.insisting():
+        with self.place.insisting():
             try:
                 return super().delete_namespace(namespace, generation)
             finally:

@@ -166,12 +166,7 @@ def read_bytes(read: ReadV, offset: int, count: int) -> bytearray:
         CorruptChunkError: If there are fewer.
     """
     buffer = bytearray(count)
-    pending = memoryview(buffer)
-    while pending:
-        done = read([pending], offset)
-        if done <= 0:
-            raise CorruptChunkError("the file is shorter than its header says")
-        pending, offset = pending[done:], offset + done
+    read_views(read, offset, [memoryview(buffer)], bool)
     return buffer
 
 

@@ -28,7 +28,7 @@ from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Buffer: TypeAlias = "bytes | bytearray | memoryview"
+    from kvcache_rag.stores.bytes import Buffer
 
 ENVIRONMENT: Final = "KVCACHE_RAG_SIGNING_KEY"
 

@@ -14,25 +14,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcache_rag.codecs.named import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
     check_name,
 )
-from kvcache_rag.forks import Reopened, new_lock
+from kvcache_rag.forks import new_lock
 from kvcache_rag.stores import names
 from kvcache_rag.stores.base import (
-    SWEEP_PAUSE,
-    ChunkStore,
-    Counters,
     EncodedHit,
     Hit,
-    StoreStats,
+    Tier,
     check_chunk,
     check_out,
-    check_ttl,
     next_generation,
 )
 from kvcache_rag.stores.bytes import GENERATION
@@ -42,9 +37,9 @@ from kvcache_rag.stores.file import (
     empty_chunk,
     file_pieces,
     file_spec,
-    named_mac,
     read_encoded,
     read_file,
+    read_header,
 )
 from kvcache_rag.stores.limits import Limits, Quota, Sweeper, check_quota, number
 from kvcache_rag.stores.runs import close, is_open_file, source
@@ -52,11 +47,10 @@ from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
-    from kvcache_rag.stores.bytes import Blob, ByteStore
+    from kvcache_rag.stores.bytes import Blob, ByteStore, Entry
     from kvcache_rag.stores.file import FileSpec
     from kvcache_rag.stores.runs import ReadV
     from kvcache_rag.stores.signing import KeySource
@@ -67,8 +61,10 @@ _LOG = logging.getLogger(__name__)
 
 _TRIES = 100  # to write a number while others delete
 
+SWEEP_PAUSE = 60.0  # seconds between two sweeps for what is too old
 
-class StoredChunks(Reopened, ChunkStore):
+
+class StoredChunks(Tier):
     """A store of chunks over any place that keeps bytes by name.
 
     Attributes:
@@ -113,19 +109,16 @@ class StoredChunks(Reopened, ChunkStore):
         check_quota(quota)
         if namespace is not None:
             check_name("namespace", namespace)
+        super().__init__(tier, codec, ttl)
         self.place = place
         self.namespace = namespace
         self.max_bytes = max_bytes
         self.quota = quota
-        self.ttl = check_ttl(ttl)
         self.temp_age = temp_age
-        self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
         if isinstance(signing_key, bytes):
             self._opened[1]["signing_key"] = self.signing_key  # which refuses to be sent
         self.excludes_processes = place.excludes_processes
-        self._codec = codec_of(codec)
-        self._counters = Counters(tier)
         self._limits = Limits(namespace, max_bytes, quota, ttl, temp_age)
         self._sweeper = Sweeper(place, self._limits)
         self._described: dict[str, Mapping[str, Any]] = {}  # by the name of a spec
@@ -134,15 +127,6 @@ class StoredChunks(Reopened, ChunkStore):
         # When old chunks are looked for again: by namespace, and at first.
         self._dues: dict[str, float] = {}
         self._due = time.monotonic() + SWEEP_PAUSE
-
-    @property
-    def codec(self) -> Codec:
-        """The form in which this store writes chunks."""
-        return self._codec
-
-    @property
-    def gives_encoded(self) -> bool:
-        return self._codec.is_attended
 
     # ------------------------------------------------------------------ reading
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
@@ -169,17 +153,17 @@ class StoredChunks(Reopened, ChunkStore):
         return EncodedHit(self._read(key, spec, read), self.tier)
 
     def _read(self, key: ChunkKey, spec: FileSpec, read: Callable[[ReadV, int], T]) -> T:
-        """What a reading of a chunk's bytes gives; it is counted, whatever comes of it."""
-        started = time.perf_counter()
+        """What a reading of a chunk's bytes gives."""
         name = self._name(key)
-        with self._counted(key):
+
+        def whole() -> tuple[T, int]:
             blob = self._blob(name, spec)
             try:
-                result, size = self._checked(name, blob, spec, read)
+                return self._checked(name, blob, spec, read)
             finally:
                 close(blob)
-        self._counters.hit(self.tier, size, time.perf_counter() - started)
-        return result
+
+        return self._counted(key, whole)
 
     def _checked(
         self, name: str, blob: Blob, spec: FileSpec, read: Callable[[ReadV, int], T]
@@ -204,31 +188,20 @@ class StoredChunks(Reopened, ChunkStore):
             CorruptChunkError: If that cannot be a file of a chunk; it is dropped.
             OSError: If there is nothing, it is too old, or it cannot be read.
         """
-        if self.ttl is not None and self._is_expired(name):
+        if self.ttl is not None and self._is_old(self.place.list(name)):
             raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
-        with self._dropping(name, b""):
+        try:
             blob = self.place.get(name, spec.most)
+        except CorruptChunkError:
+            self._drop_damaged(name, b"")
+            raise
         if blob is None:
             raise FileNotFoundError("there is none")
         return blob
 
-    @contextmanager
-    def _dropping(self, name: str, blob: Blob) -> Iterator[None]:
-        """Drop what reading finds to be damaged."""
-        try:
-            yield
-        except CorruptChunkError:
-            self._drop_damaged(name, blob)
-            raise
-
     def _drop_damaged(self, name: str, blob: Blob) -> None:
         with suppress(OSError):
             self.place.delete([name], damaged=blob)
-
-    def _counted(self, key: ChunkKey) -> AbstractContextManager[None]:
-        return self._counters.reading(
-            self._DAMAGED.format(key.digest), self._ABSENT.format(key.digest)
-        )
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether there is a file for the key that is not too old.
@@ -238,13 +211,12 @@ class StoredChunks(Reopened, ChunkStore):
         name = self._name(key)
         try:
             entries = list(self.place.list(name))
-            is_old = any(self._limits.is_expired(entry.written) for entry in entries)
-            return bool(entries) and not is_old and self._is_named(name)
+            return bool(entries) and not self._is_old(entries) and self._is_named(name)
         except (OSError, ChunkNotFoundError):
             return False
 
-    def _is_expired(self, name: str) -> bool:
-        return any(self._limits.is_expired(entry.written) for entry in self.place.list(name))
+    def _is_old(self, entries: Iterable[Entry]) -> bool:
+        return any(self._limits.is_expired(entry.written) for entry in entries)
 
     def _is_named(self, name: str) -> bool:
         """Whether a file says to be signed by the key, if there is one."""
@@ -254,7 +226,7 @@ class StoredChunks(Reopened, ChunkStore):
         if blob is None:
             return False
         try:
-            named_mac(*source(blob), self.signing_key)
+            read_header(*source(blob), self.signing_key)
         finally:
             close(blob)
         return True
@@ -429,7 +401,3 @@ class StoredChunks(Reopened, ChunkStore):
     def close(self) -> None:
         """Close the place."""
         self.place.close()
-
-    def stats(self) -> StoreStats:
-        """Counters of this store in this process."""
-        return self._counters.stats()

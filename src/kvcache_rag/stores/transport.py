@@ -11,6 +11,8 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -149,18 +151,42 @@ class Transport:
                 f"{self.url} failed and is skipped for {self.breaker.pause:g} s after that"
             )
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        task = _Task(lambda: self._attempt(call, deadline))
-        started = task.start(self._slots, deadline)
-        if not started or not task.done.wait(max(0.0, deadline - time.monotonic())):
+        answer = self._begun(lambda: self._attempt(call, deadline), deadline)
+        try:
+            error = answer.exception(max(0.0, deadline - time.monotonic()))
+        except (FutureTimeoutError, CancelledError):
             self.breaker.failed(late=True)
-            raise RemoteFailedError(f"{self.url} gave no answer in time")
-        if task.error is None or isinstance(task.error, FileNotFoundError):
+            raise RemoteFailedError(f"{self.url} gave no answer in time") from None
+        if error is None or isinstance(error, FileNotFoundError):
             self.breaker.succeeded()
         else:
             self.breaker.failed(late=False)
-        if task.error is not None:
-            raise self._safe(task.error) from None
-        return task.result  # type: ignore[no-any-return]  # what `call` returned
+        if error is not None:
+            raise self._safe(error) from None
+        return answer.result()
+
+    def _begun(self, call: Callable[[], T], deadline: float) -> Future[T]:
+        """One call in a daemon thread: a hung one must not keep the process from ending.
+
+        It begins when there is a slot before the deadline, which the thread frees; else never.
+        """
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # whatever a driver raises is the caller's to judge
+                answer.set_exception(error)
+            finally:
+                self._slots.release()
+
+        if self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                threading.Thread(target=work, name="kvcache-rag-remote", daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._slots.release()
+                answer.cancel()
+        return answer
 
     def _attempt(self, call: Callable[[Any], T], deadline: float, attempt: int = 0) -> T:
         pause = 0.05 * 4**attempt
@@ -192,38 +218,6 @@ class Transport:
         text = _SECRET.sub(r"\1***", " ".join(text.split()))[:300]
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else RemoteFailedError
         return kind(f"{self.url}: {text}")
-
-
-class _Task:
-    """One call in a daemon thread: a hung one must not keep the process from ending."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def start(self, slots: threading.BoundedSemaphore, deadline: float) -> bool:
-        """Start when there is a slot before the deadline; it is freed by the thread."""
-        if not slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return False
-        try:
-            threading.Thread(
-                target=self._run, args=(slots,), name="kvcache-rag-remote", daemon=True
-            ).start()
-        except RuntimeError:  # no more threads
-            slots.release()
-            return False
-        return True
-
-    def _run(self, slots: threading.BoundedSemaphore) -> None:
-        try:
-            self.result = self._call()
-        except BaseException as error:  # whatever a driver raises is the caller's to judge
-            self.error = error
-        finally:
-            slots.release()
-            self.done.set()
 
 
 def _driver(url: str) -> tuple[str, Any]:
