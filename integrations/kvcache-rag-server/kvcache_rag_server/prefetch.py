@@ -371,10 +371,10 @@ def twin(engine: Engine, device: str) -> Engine:
         InvalidInputError: If there is no such device, the weights cannot be put there, or what it
             computes would have other keys.
     """
-    if engine._adapter.abilities.memory == "own":
+    if why := engine._adapter.abilities.cannot_copy:
         raise InvalidInputError(
-            "a model in llama.cpp cannot be copied to prefetch beside itself; prefetch with the "
-            'one that answers ("same"), or not ("off")'
+            f"{why} to prefetch beside itself; prefetch with the one that answers "
+            '("same"), or not ("off")'
         )
     try:
         model = _placed(engine.model, checked_device(device))
