@@ -64,8 +64,7 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         keys=auth.key_reloader(settings, authenticate, exchanges),
     )
     routers = (
-        completions.chat_router,
-        completions.completion_router,
+        completions.router,
         prefill.router,
         status.router,
         metrics.router,
@@ -77,10 +76,10 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     # Each surrounds those before it.
     app.add_middleware(
         Shell,
-        body_bytes=settings.max_body_bytes,
-        body_seconds=settings.max_body_seconds,
+        bodies=Bodies(
+            settings.max_total_body_bytes, settings.max_body_bytes, settings.max_body_seconds
+        ),
         shutdown=context.shutdown,
-        bodies=Bodies(settings.max_total_body_bytes),
     )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)

@@ -1,4 +1,4 @@
-"""What a client reads of whatever went wrong: one table for every layer of the server.
+"""What a client reads of whatever went wrong, in every layer of the server.
 
 A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues
 hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
@@ -11,6 +11,7 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, get_args
 
+import fastapi
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -34,13 +35,9 @@ from kvcache_rag_server.backend import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Collection, Mapping, Sequence
 
     from fastapi import FastAPI
-
-    # Of an exception, and of the method and path that were asked for; "" behind the HTTP layer.
-    Told: TypeAlias = Callable[[Any, str], Failed]
 
 LOG: Final = logging.getLogger("kvcache_rag_server")
 TOO_LONG: Final = "context_length_exceeded"
@@ -50,59 +47,27 @@ USERS: Final = (InvalidInputError, ContextTooLongError, UnsupportedModelError)
 """Errors that a client can do something about; all others are faults of the server."""
 
 
-class ApiError(KVCacheRagError):
+class ApiError(KVCacheRagError, fastapi.HTTPException):
     """A request that is answered with an error.
 
-    Attributes:
-        failed: What its client reads.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        """Refuse a request; see `Failed` for the arguments."""
-        super().__init__(message)
-        self.failed = Failed(status, kind, message, retry_after, param, code)
-
-    @classmethod
-    def of(cls, failed: Failed) -> ApiError:
-        """The error that tells this."""
-        return cls(
-            failed.status,
-            failed.message,
-            kind=failed.kind,
-            param=failed.param,
-            code=failed.code,
-            retry_after=failed.retry_after,
-        )
-
-
-class FailedRequest(HTTPException):
-    """An `ApiError` of a body that is being read, where FastAPI lets no other class pass.
+    It is an `HTTPException` because FastAPI lets no other class pass where it reads a body.
 
     Attributes:
         failed: What its client reads.
     """
 
-    def __init__(self, failed: Failed) -> None:
-        """Refuse a request."""
-        super().__init__(failed.status, failed.message)
+    def __init__(self, failed: Failed, headers: dict[str, str] | None = None) -> None:
+        """Refuse a request; `headers` come with the error's own."""
+        super().__init__(failed.status, failed.message, headers)
         self.failed = failed
+
+    def __str__(self) -> str:
+        return self.failed.message
 
 
 # ------------------------------------------------------------------------- refusals of queues
 AGAIN: Final = 1.0
 """Seconds after which to repeat what would have been answered but for an accident."""
-
-START: Final = 10.0
-"""Seconds after which to repeat what waits for a server to start."""
 
 FAULT: Final = Failed(
     SERVER_FAULT,
@@ -116,6 +81,8 @@ SHUT_DOWN: Final = Failed(
     AGAIN,
     code="shutting_down",
 )
+CLIENT_LEFT: Final = Failed(499, INVALID, "the client went away before its answer was complete")
+"""Nobody reads it; metrics count its status (nginx's number)."""
 
 
 def overloaded(waiting: int, retry_after: float) -> Failed:
@@ -139,12 +106,16 @@ def failure(
         error: What was raised.
         what: What failed, for the log.
         asked: Method and path, where the error may be one of routing.
-        otherwise: What is told of an error that is none of the table's: nobody's fault but ours,
-            so the log gets all of it and the client nothing.
+        otherwise: What is told of any other error: nobody's fault but ours, so the log gets all of
+            it and the client nothing.
     """
-    for kinds, answer in _TABLE:
-        if isinstance(error, kinds):
-            return answer(error, asked)
+    if isinstance(error, ApiError):
+        return error.failed
+    if isinstance(error, USERS):
+        code = TOO_LONG if isinstance(error, ContextTooLongError) else None
+        return Failed(BAD_REQUEST, INVALID, " ".join(str(error).split()), code=code)
+    if isinstance(error, HTTPException):
+        return _routing(error, asked)
     LOG.error("%s failed", what, exc_info=error)
     return otherwise
 
@@ -168,11 +139,6 @@ def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
     )
 
 
-def _mistake(error: Exception, _: str) -> Failed:
-    code = TOO_LONG if isinstance(error, ContextTooLongError) else None
-    return Failed(BAD_REQUEST, INVALID, " ".join(str(error).split()), code=code)
-
-
 def _routing(error: HTTPException, asked: str) -> Failed:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return Failed(404, INVALID, f"there is no {asked} here", code="unknown_url")
@@ -180,8 +146,7 @@ def _routing(error: HTTPException, asked: str) -> Failed:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{asked} is not allowed; use {allowed}"
         return Failed(405, INVALID, message, code="method_not_allowed")
-    code = "request_timeout" if error.status_code == HTTPStatus.REQUEST_TIMEOUT else None
-    return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()), code=code)
+    return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()))
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]], route: Any) -> Failed:
@@ -219,14 +184,6 @@ def _form_of(annotation: Any) -> Any:
     """The model in an annotation, which may be optional; None for none."""
     kinds = (annotation, *get_args(annotation))
     return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-
-
-# The first row whose class an error is of.
-_TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Told], ...]] = (
-    ((ApiError, FailedRequest), lambda error, _: error.failed),
-    (USERS, _mistake),
-    (HTTPException, _routing),
-)
 
 
 # ------------------------------------------------------------------------- bodies that are wrong

@@ -171,7 +171,7 @@ class LocalBackend:
             ApiError: If the server shuts down.
         """
         if self._scheduler.is_closed:
-            raise ApiError.of(SHUT_DOWN)
+            raise ApiError(SHUT_DOWN)
         with attached(work.trace):
             return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
 
@@ -191,7 +191,7 @@ class LocalBackend:
         def refuse(event: Event) -> None:
             if isinstance(event, Failed):
                 with suppress(InvalidStateError):  # it was explained just now
-                    explained.set_exception(ApiError.of(event))
+                    explained.set_exception(ApiError(event))
 
         self._keys.pop(work.id, None)
         job = self._scheduler.submit(work, refuse, explained=explained)

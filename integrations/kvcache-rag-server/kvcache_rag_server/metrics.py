@@ -22,8 +22,9 @@ from prometheus_client.registry import Collector
 
 from kvcache_rag_server.auth import BEARER
 from kvcache_rag_server.backend import Backend, BackendRequest, Event, Failed, Finished, Started
+from kvcache_rag_server.errors import CLIENT_LEFT
 from kvcache_rag_server.keys import Caller
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext
+from kvcache_rag_server.lifecycle import AppContext
 from kvcache_rag_server.responses import error_responses
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class RequestMeter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), CLIENT_LEFT
+        started, status = time.perf_counter(), CLIENT_LEFT.status
 
         async def sending(message: "Message") -> None:
             nonlocal status
@@ -369,7 +370,7 @@ class RequestMeter:
         try:
             await self._app(scope, receive, sending)
         except Exception:
-            status = 500 if status == CLIENT_LEFT else status  # starlette will answer so
+            status = 500 if status == CLIENT_LEFT.status else status  # starlette will answer so
             raise
         finally:
             # The route is known only now; paths that have none may be anything.
