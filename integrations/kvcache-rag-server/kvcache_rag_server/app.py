@@ -52,7 +52,9 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     )
     authenticate = auth.authenticator(settings)
     counting = metrics.ServerTelemetry(backend)
-    exchanges = Exchanges()
+    exchanges, keys = Exchanges(), None
+    if settings.api_keys is not None and isinstance(authenticate, auth.ByKey):
+        keys = auth.KeyReloader(settings.api_keys, authenticate, exchanges)
     app.state.context = context = AppContext(
         backend=backend,
         settings=settings,
@@ -61,7 +63,7 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         telemetry=counting,
         exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
-        keys=auth.key_reloader(settings, authenticate, exchanges),
+        keys=keys,
     )
     routers = (
         completions.router,

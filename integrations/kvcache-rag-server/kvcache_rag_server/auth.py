@@ -150,15 +150,6 @@ def authenticator(settings: ServerSettings) -> Authenticator:
     return ByKey(ApiKeys.load(settings.api_keys))
 
 
-def key_reloader(
-    settings: ServerSettings, authenticator: Authenticator, exchanges: Exchanges
-) -> KeyReloader | None:
-    """What reads the keys of a server of these settings again; None if it has none."""
-    if settings.api_keys is None or not isinstance(authenticator, ByKey):
-        return None
-    return KeyReloader(settings.api_keys, authenticator, exchanges)
-
-
 def _unauthorized(message: str) -> ApiError:
     return ApiError(Failed(401, "authentication_error", message, code="invalid_api_key"))
 

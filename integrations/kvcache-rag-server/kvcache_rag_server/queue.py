@@ -82,9 +82,6 @@ class TenantQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, job: Job) -> bool:
-        return job in self._queues.get(job.work.namespace, ())
-
     def add(self, job: Job) -> None:
         """Take a job in, at its place by arrival."""
         insort(self._queues.setdefault(job.work.namespace, []), job, key=attrgetter("number"))
