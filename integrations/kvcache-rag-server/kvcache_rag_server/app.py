@@ -17,6 +17,7 @@ from kvcache_rag_server import (
     playground,
     prefill,
     status,
+    validation,
 )
 from kvcache_rag_server.bodies import Bodies
 from kvcache_rag_server.lifecycle import AppContext, Exchanges
@@ -75,6 +76,7 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     for router in routers:
         app.include_router(router(context))
     errors.install(app)
+    validation.install(app)
     # Each surrounds those before it.
     app.add_middleware(
         Shell,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import fastapi
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,7 +21,6 @@ from kvcache_rag.errors import (
     InvalidInputError,
     KVCacheRagError,
     UnsupportedModelError,
-    close_to,
 )
 from kvcache_rag_server.backend import (
     BAD_REQUEST,
@@ -35,7 +33,7 @@ from kvcache_rag_server.backend import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping
 
     from fastapi import FastAPI
 
@@ -122,8 +120,6 @@ def failure(
 
 def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
     """The same for an HTTP request, whose client is told the name by which the log knows it."""
-    if isinstance(error, RequestValidationError):
-        return _invalid(error.errors(), scope.get("route"))
     name = str(scope.get("kvcache_rag.request_id", "unknown"))
     request = Request(dict(scope))
     return failure(
@@ -147,109 +143,6 @@ def _routing(error: HTTPException, asked: str) -> Failed:
         message = f"{asked} is not allowed; use {allowed}"
         return Failed(405, INVALID, message, code="method_not_allowed")
     return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()))
-
-
-def _invalid(errors: Sequence[Mapping[str, Any]], route: Any) -> Failed:
-    """What is wrong with a body, as pydantic found it: one sentence about one error.
-
-    What was sent is not repeated: it may be long, and it may be no text that can be sent back.
-
-    Args:
-        errors: Of pydantic.
-        route: FastAPI's, which has the form of the body.
-    """
-    first = next((error for error in errors if _named(error) in _UNSUPPORTED), errors[0])
-    if first["type"] == "json_invalid":
-        message = "the body is not JSON; send a JSON object with its content type"
-        return Failed(BAD_REQUEST, INVALID, message)
-    path = _path(first)
-    if not path:
-        message = "the body must be a JSON object, sent with its content type"
-        return Failed(BAD_REQUEST, INVALID, message)
-    known = _fields_beside(first, route) if first["type"] == "extra_forbidden" else ()
-    return Failed(BAD_REQUEST, INVALID, _sentence(first, path, known), param=path)
-
-
-def _fields_beside(error: Mapping[str, Any], route: Any) -> Collection[str]:
-    """Names that a field may have where one has another; () where forms differ."""
-    form = _form_of(route.body_field.field_info.annotation)
-    for part in _place(error)[:-1]:
-        if part not in getattr(form, "model_fields", ()):
-            return ()
-        form = _form_of(form.model_fields[part].annotation)
-    return [name for name in getattr(form, "model_fields", ()) if name not in _UNSUPPORTED]
-
-
-def _form_of(annotation: Any) -> Any:
-    """The model in an annotation, which may be optional; None for none."""
-    kinds = (annotation, *get_args(annotation))
-    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-
-
-# ------------------------------------------------------------------------- bodies that are wrong
-# Fields of OpenAI's API that a request may carry only with the value that changes nothing.
-_UNSUPPORTED: Final = {
-    "audio": "this server answers in text only; leave audio out",
-    "best_of": "one answer is given per request; leave best_of out or set it to 1",
-    "echo": "the prompt is not repeated; leave echo out",
-    "frequency_penalty": "frequency_penalty is not supported; leave it out or set it to 0",
-    "function_call": "functions are not supported; leave function_call out",
-    "functions": "functions are not supported; leave functions out",
-    "logit_bias": "logit_bias is not supported; leave it out",
-    "logprobs": "logprobs are not supported; leave logprobs out",
-    "modalities": 'this server answers in text only; leave modalities out or say ["text"]',
-    "n": "one answer is given per request; leave n out or set it to 1",
-    "prediction": "predicted outputs are not supported; leave prediction out",
-    "presence_penalty": "presence_penalty is not supported; leave it out or set it to 0",
-    "response_format": 'answers are plain text; leave response_format out or say {"type": "text"}',
-    "suffix": "a suffix is not supported; leave it out",
-    "tool_choice": "tools are not supported; leave tool_choice out",
-    "tool_calls": "calls of tools are not supported; leave tool_calls out",
-    "tools": "tools are not supported; leave tools out",
-    "top_logprobs": "logprobs are not supported; leave top_logprobs out",
-}
-
-_IN_MESSAGES: Final = {
-    "role": "must be system, developer, user or assistant; results of tools are not supported",
-    "type": 'must be "text": this server reads no images, audio or files',
-}
-
-
-def _sentence(error: Mapping[str, Any], path: str, known: Collection[str]) -> str:
-    name, kind, text = _named(error), str(error["type"]), str(error["msg"])
-    if kind == "extra_forbidden" and name not in _UNSUPPORTED:
-        close = close_to(str(_place(error)[-1]), known)
-        hint = f"did you mean {close}?" if close else "leave it out"
-        return f"there is no field {path}; {hint}"
-    if kind == "missing":
-        return f"{path} is missing"
-    if name in _UNSUPPORTED:
-        return _UNSUPPORTED[name]
-    if path.startswith("messages[") and name in _IN_MESSAGES:
-        return f"{path} {_IN_MESSAGES[name]}"
-    return f"{path} cannot be used: {text[:1].lower()}{text[1:]}"
-
-
-def _place(error: Mapping[str, Any]) -> list[Any]:
-    """Where the error is; without "body", and without the tags of alternatives."""
-    return [
-        part for part in error["loc"][1:] if not (isinstance(part, str) and part.startswith("("))
-    ]
-
-
-def _named(error: Mapping[str, Any]) -> str:
-    """The field that is wrong: of the body, or of one of its messages."""
-    names = [part for part in _place(error) if isinstance(part, str)]
-    if not names:
-        return ""
-    return names[-1] if names[0] == "messages" else names[0]
-
-
-def _path(error: Mapping[str, Any]) -> str:
-    path = ""
-    for part in _place(error):
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path
 
 
 # ------------------------------------------------------------------------- to a client
@@ -276,12 +169,12 @@ def response(failed: Failed, beside: Mapping[str, str] | None = None) -> JSONRes
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of an app as OpenAI would, those of routing and parsing included."""
+    """Answer every error of an app as OpenAI would, those of routing included."""
 
     async def told(request: Request, error: Exception) -> JSONResponse:
         return response(http_failure(error, request.scope), getattr(error, "headers", None))
 
-    for kind in (KVCacheRagError, RequestValidationError, HTTPException):
+    for kind in (KVCacheRagError, HTTPException):
         app.add_exception_handler(kind, told)
 
 

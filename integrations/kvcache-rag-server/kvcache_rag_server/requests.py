@@ -1,7 +1,7 @@
 """What clients send: bodies with OpenAI's fields and ours, checked, and the request each makes.
 
 Fields that cannot be honoured are declared with the one value that changes nothing, so that the
-schema says what `errors` then explains; a field that is not declared is refused by name.
+schema says what `UNSUPPORTED` then explains; a field that is not declared is refused by name.
 """
 
 # FastAPI and pydantic read the annotations when routes and models are made, so none is postponed.
@@ -434,6 +434,29 @@ class CompletionRequest(Asking):
     @property
     def text(self) -> str:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+UNSUPPORTED: Final = {
+    "audio": "this server answers in text only; leave audio out",
+    "best_of": "one answer is given per request; leave best_of out or set it to 1",
+    "echo": "the prompt is not repeated; leave echo out",
+    "frequency_penalty": "frequency_penalty is not supported; leave it out or set it to 0",
+    "function_call": "functions are not supported; leave function_call out",
+    "functions": "functions are not supported; leave functions out",
+    "logit_bias": "logit_bias is not supported; leave it out",
+    "logprobs": "logprobs are not supported; leave logprobs out",
+    "modalities": 'this server answers in text only; leave modalities out or say ["text"]',
+    "n": "one answer is given per request; leave n out or set it to 1",
+    "prediction": "predicted outputs are not supported; leave prediction out",
+    "presence_penalty": "presence_penalty is not supported; leave it out or set it to 0",
+    "response_format": 'answers are plain text; leave response_format out or say {"type": "text"}',
+    "suffix": "a suffix is not supported; leave it out",
+    "tool_choice": "tools are not supported; leave tool_choice out",
+    "tool_calls": "calls of tools are not supported; leave tool_calls out",
+    "tools": "tools are not supported; leave tools out",
+    "top_logprobs": "logprobs are not supported; leave top_logprobs out",
+}
+"""What is told of fields that a request may carry only with the value that changes nothing."""
 
 
 def new_id(kind: str) -> str:
