@@ -16,11 +16,11 @@ from kvcache_rag import Answer, Engine, MemoryStore, Metrics
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag_server.backend import BackendRequest, Failed, Finished, Piece, Started
+from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.worker import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from kvcache_rag_server.backend import Backend, Event
     from kvcache_rag_server.local import LocalBackend
@@ -143,7 +143,7 @@ class Inbox:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, (Finished, Failed)):
+        if isinstance(event, (Finished, Failed, Explained)):
             self.over.set()
 
     def last(self) -> Event:
@@ -164,9 +164,9 @@ class Desk:
     def warm_up(self) -> bool:
         return True
 
-    def explain(self, job: Job, explained: Future[Any]) -> None:
+    def explain(self, job: Job) -> None:
         self.answered.append([f"explain {job.work.id}"])
-        explained.set_result({})
+        job.deliver(Explained({}))
 
     def one(self, job: Job, begun: Started) -> Served:
         return self._serve([job], [begun])

@@ -484,6 +484,7 @@ class LlamaCppModel(LanguageModel):
         return replace(
             super().abilities,
             cannot_overlap="llama.cpp has a prompt's next token stand right behind its last one",
+            cannot_copy="a model in llama.cpp cannot be copied",
             cannot_observe=f"{self.config.model_type}: llama.cpp gives neither attention nor keys "
             "of single layers to choose tokens by; use BestFew(), BestLast(), LegoLink(n), "
             f"CacheClip(), {instead}",

@@ -17,6 +17,7 @@ from kvcache_rag_server import (
     playground,
     prefill,
     status,
+    validation,
 )
 from kvcache_rag_server.bodies import Bodies
 from kvcache_rag_server.lifecycle import AppContext, Exchanges
@@ -52,7 +53,9 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     )
     authenticate = auth.authenticator(settings)
     counting = metrics.ServerTelemetry(backend)
-    exchanges = Exchanges()
+    exchanges, keys = Exchanges(), None
+    if settings.api_keys is not None and isinstance(authenticate, auth.ByKey):
+        keys = auth.KeyReloader(settings.api_keys, authenticate, exchanges)
     app.state.context = context = AppContext(
         backend=backend,
         settings=settings,
@@ -61,11 +64,10 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         telemetry=counting,
         exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
-        keys=auth.key_reloader(settings, authenticate, exchanges),
+        keys=keys,
     )
     routers = (
-        completions.chat_router,
-        completions.completion_router,
+        completions.router,
         prefill.router,
         status.router,
         metrics.router,
@@ -74,13 +76,14 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     for router in routers:
         app.include_router(router(context))
     errors.install(app)
+    validation.install(app)
     # Each surrounds those before it.
     app.add_middleware(
         Shell,
-        body_bytes=settings.max_body_bytes,
-        body_seconds=settings.max_body_seconds,
+        bodies=Bodies(
+            settings.max_total_body_bytes, settings.max_body_bytes, settings.max_body_seconds
+        ),
         shutdown=context.shutdown,
-        bodies=Bodies(settings.max_total_body_bytes),
     )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)

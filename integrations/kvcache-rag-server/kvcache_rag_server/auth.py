@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.stream import in_thread
-from kvcache_rag_server.backend import Failed
+from kvcache_rag_server.backend import PERMISSION, Failed
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import METRICS_NAMESPACE, ApiKeys, Caller, new_key
 from kvcache_rag_server.lifecycle import Exchanges
@@ -76,12 +76,7 @@ class ByKey:
         """
         caller = self._known(header)
         if caller.namespace == METRICS_NAMESPACE:
-            raise ApiError(
-                403,
-                "this API key reads /metrics only; use the key of a tenant",
-                kind="permission_error",
-                code="wrong_api_key",
-            )
+            raise _wrong_key("this API key reads /metrics only; use the key of a tenant")
         return caller
 
     def check_metrics(self, header: str) -> None:
@@ -92,12 +87,9 @@ class ByKey:
                 much the others ask.
         """
         if self._known(header).namespace != METRICS_NAMESPACE:
-            raise ApiError(
-                403,
+            raise _wrong_key(
                 "/metrics shows all tenants, so it needs a key of its own; make one by "
-                f"kvcache-rag serve --api-keys FILE --new-key {METRICS_NAMESPACE}",
-                kind="permission_error",
-                code="wrong_api_key",
+                f"kvcache-rag serve --api-keys FILE --new-key {METRICS_NAMESPACE}"
             )
 
     def _known(self, header: str) -> Caller:
@@ -158,14 +150,9 @@ def authenticator(settings: ServerSettings) -> Authenticator:
     return ByKey(ApiKeys.load(settings.api_keys))
 
 
-def key_reloader(
-    settings: ServerSettings, authenticator: Authenticator, exchanges: Exchanges
-) -> KeyReloader | None:
-    """What reads the keys of a server of these settings again; None if it has none."""
-    if settings.api_keys is None or not isinstance(authenticator, ByKey):
-        return None
-    return KeyReloader(settings.api_keys, authenticator, exchanges)
-
-
 def _unauthorized(message: str) -> ApiError:
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+    return ApiError(Failed(401, "authentication_error", message, code="invalid_api_key"))
+
+
+def _wrong_key(message: str) -> ApiError:
+    return ApiError(Failed(403, PERMISSION, message, code="wrong_api_key"))

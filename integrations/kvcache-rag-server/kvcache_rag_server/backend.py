@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BAD_REQUEST, NOT_READY, SERVER_FAULT = 400, 503, 500
 
 INVALID, OVERLOADED, SERVER_ERROR = "invalid_request_error", "overloaded", "server_error"
+PERMISSION = "permission_error"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class BackendRequest:
         streaming: Whether the answer is wanted piece by piece.
         trace: What its spans go on from (`telemetry.carried`).
         scores: Of the chunks, higher is better; None where the best stands first.
+        places: Of each chunk, which document of the request it is.
     """
 
     id: str
@@ -59,6 +61,7 @@ class BackendRequest:
     streaming: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     scores: tuple[float, ...] | None = None
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bodies of requests: how much memory they take together, and reading their JSON.
+"""Bodies of requests: how large and slow they may be, alone and together, and their JSON.
 
 A body may be small in bytes and large in work: eight megabytes of `[],[],…` are 2.7 million lists.
 Every value is made, and every error of a body collected, before anybody looks at one of them, so
@@ -13,16 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.routing import APIRoute
 
-from kvcache_rag_server.backend import NOT_READY, OVERLOADED, Failed
-from kvcache_rag_server.errors import AGAIN, FailedRequest
+from kvcache_rag_server.backend import INVALID, NOT_READY, OVERLOADED, Failed
+from kvcache_rag_server.errors import AGAIN, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from starlette.responses import Response
+    from starlette.types import Message, Receive
 
 MOST_VALUES: Final = 20_000
 """Values in one body: texts, numbers, lists, objects and the names in them."""
@@ -46,7 +47,7 @@ _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
 
 
 class Bodies:
-    """The bodies of all connections: bounded together, and read one after the other.
+    """The bodies of all connections: bounded one by one and together, large ones read one by one.
 
     One event loop uses it.
 
@@ -54,80 +55,97 @@ class Bodies:
         taken: Bytes of bodies whose requests are not over.
     """
 
-    def __init__(self, limit: int) -> None:
-        """Let bodies take `limit` bytes together; a fourth is for those that are small."""
+    def __init__(self, limit: int, most: int = 8 << 20, seconds: float = 15.0) -> None:
+        """Let bodies take `limit` bytes together; a fourth is for those that are small.
+
+        Args:
+            limit: Bytes of all.
+            most: Bytes of one.
+            seconds: Within which a whole body has to be there.
+        """
         self.taken = 0
-        self._limit = limit
+        self._limit, self._most, self._seconds = limit, most, seconds
         self._parser = ThreadPoolExecutor(1, "kvcache-rag-body")  # begins with the first large one
 
     @contextmanager
-    def held(self) -> Iterator[HeldBody]:
-        """Memory for the body of a request, until that is over."""
-        body = HeldBody(self)
-        try:
-            yield body
-        finally:
-            self.taken -= body.nbytes
+    def incoming(self, receive: Receive, length: str) -> Iterator[Receive]:
+        """The body of a request while it comes; its memory is free when the request is over.
 
-    def ensure_room(self, nbytes: int, more: int) -> None:
-        """Refuse a body of `nbytes` that would be `more` bytes larger than there is room for.
+        Args:
+            receive: Of ASGI.
+            length: The header `Content-Length`, whatever it says.
 
         Raises:
-            FailedRequest: 503.
+            ApiError: 413 or 503, here if that is known by the length, else as the body comes; 408
+                if it does not.
         """
+        self._check(0, int(length[:19]) if length.isascii() and length.isdigit() else 0)
+        until: float | None = asyncio.get_running_loop().time() + self._seconds
+        nbytes = 0
+
+        async def counted() -> Message:
+            nonlocal nbytes, until
+            message = await self._next(receive, until)
+            if message["type"] == "http.request":
+                more = len(message.get("body", b""))
+                self._check(nbytes, more)
+                nbytes += more
+                self.taken += more
+            if not message.get("more_body", False):
+                until = None  # what comes behind the body may take its time
+            return message
+
+        try:
+            yield counted
+        finally:
+            self.taken -= nbytes
+
+    async def _next(self, receive: Receive, until: float | None) -> Message:
+        left = None if until is None else until - asyncio.get_running_loop().time()
+        try:
+            return await asyncio.wait_for(receive(), left)
+        except asyncio.TimeoutError as error:
+            message = (
+                f"the body was not there within {self._seconds:g} seconds, the limit body_seconds; "
+                "send it whole"
+            )
+            # What is still sent is not waited for: the connection ends with the answer.
+            closing = {"connection": "close"}
+            raise ApiError(
+                Failed(408, INVALID, message, code="request_timeout"), closing
+            ) from error
+
+    def _check(self, nbytes: int, more: int) -> None:
+        """Refuse a body of `nbytes` that would be `more` bytes larger than it may be.
+
+        Raises:
+            ApiError: 413, or 503 where other bodies have the room.
+        """
+        if nbytes + more > self._most:
+            message = (
+                f"the body has more than the {self._most} bytes that are allowed; send fewer "
+                "documents"
+            )
+            raise ApiError(Failed(413, INVALID, message, code="request_too_large"))
         limit = self._limit
         large = limit - limit // _SPARED
         if self.taken + more > (large if nbytes + more > SMALL else limit):
-            raise FailedRequest(
-                Failed(
-                    NOT_READY,
-                    OVERLOADED,
-                    f"the bodies of all requests may have {limit} bytes together, the limit "
-                    "total_body_bytes; repeat the request when others are answered",
-                    AGAIN,
-                )
+            message = (
+                f"the bodies of all requests may have {limit} bytes together, the limit "
+                "total_body_bytes; repeat the request when others are answered"
             )
+            raise ApiError(Failed(NOT_READY, OVERLOADED, message, AGAIN))
 
     async def parse(self, raw: bytes) -> Any:
         """A body as JSON.
 
         Raises:
-            HTTPException: 400 if it is too deep or too much, or no UTF-8.
+            ApiError: 400 if it is too deep or too much, or no UTF-8.
             ValueError: If it is no JSON.
         """
         if len(raw) <= SMALL:
             return _parsed(raw)
         return await asyncio.get_running_loop().run_in_executor(self._parser, _parsed, raw)
-
-
-class HeldBody:
-    """Memory of one body.
-
-    Attributes:
-        nbytes: How much it has.
-    """
-
-    def __init__(self, bodies: Bodies) -> None:
-        self.nbytes = 0
-        self._bodies = bodies
-
-    def expect(self, nbytes: int) -> None:
-        """Refuse a body of this size where there is no room now; none is taken.
-
-        Raises:
-            FailedRequest: 503.
-        """
-        self._bodies.ensure_room(0, nbytes)
-
-    def grow(self, nbytes: int) -> None:
-        """Take memory for further bytes.
-
-        Raises:
-            FailedRequest: 503 if there is none.
-        """
-        self._bodies.ensure_room(self.nbytes, nbytes)
-        self.nbytes += nbytes
-        self._bodies.taken += nbytes
 
 
 def share(scope: Any, bodies: Bodies) -> None:
@@ -142,7 +160,7 @@ class CheckedRequest(Request):
         """The body as JSON.
 
         Raises:
-            HTTPException: 400 if it is too deep or too much; FastAPI lets no other error pass.
+            ApiError: 400 if it is too deep or too much.
             ValueError: If it is no JSON.
         """
         bodies: Bodies = self.scope[_SCOPE]
@@ -179,7 +197,7 @@ def check_structure(raw: bytes) -> None:
         raw: In UTF-8.
 
     Raises:
-        HTTPException: 400.
+        ApiError: 400.
         ValueError: If more is closed than was opened.
     """
     count, depth, quotes, start, opened = 1, 0, 0, 0, b""
@@ -225,5 +243,5 @@ _TOO_MANY: Final = (
 )
 
 
-def _refused(message: str) -> HTTPException:
-    return HTTPException(400, message)
+def _refused(message: str) -> ApiError:
+    return ApiError(Failed(400, INVALID, message))

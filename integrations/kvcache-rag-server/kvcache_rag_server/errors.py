@@ -1,4 +1,4 @@
-"""What a client reads of whatever went wrong: one table for every layer of the server.
+"""What a client reads of whatever went wrong, in every layer of the server.
 
 A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues
 hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
-from fastapi.exceptions import RequestValidationError
+import fastapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,7 +21,6 @@ from kvcache_rag.errors import (
     InvalidInputError,
     KVCacheRagError,
     UnsupportedModelError,
-    close_to,
 )
 from kvcache_rag_server.backend import (
     BAD_REQUEST,
@@ -34,13 +33,9 @@ from kvcache_rag_server.backend import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Mapping
 
     from fastapi import FastAPI
-
-    # Of an exception, and of the method and path that were asked for; "" behind the HTTP layer.
-    Told: TypeAlias = Callable[[Any, str], Failed]
 
 LOG: Final = logging.getLogger("kvcache_rag_server")
 TOO_LONG: Final = "context_length_exceeded"
@@ -50,59 +45,27 @@ USERS: Final = (InvalidInputError, ContextTooLongError, UnsupportedModelError)
 """Errors that a client can do something about; all others are faults of the server."""
 
 
-class ApiError(KVCacheRagError):
+class ApiError(KVCacheRagError, fastapi.HTTPException):
     """A request that is answered with an error.
 
-    Attributes:
-        failed: What its client reads.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        """Refuse a request; see `Failed` for the arguments."""
-        super().__init__(message)
-        self.failed = Failed(status, kind, message, retry_after, param, code)
-
-    @classmethod
-    def of(cls, failed: Failed) -> ApiError:
-        """The error that tells this."""
-        return cls(
-            failed.status,
-            failed.message,
-            kind=failed.kind,
-            param=failed.param,
-            code=failed.code,
-            retry_after=failed.retry_after,
-        )
-
-
-class FailedRequest(HTTPException):
-    """An `ApiError` of a body that is being read, where FastAPI lets no other class pass.
+    It is an `HTTPException` because FastAPI lets no other class pass where it reads a body.
 
     Attributes:
         failed: What its client reads.
     """
 
-    def __init__(self, failed: Failed) -> None:
-        """Refuse a request."""
-        super().__init__(failed.status, failed.message)
+    def __init__(self, failed: Failed, headers: dict[str, str] | None = None) -> None:
+        """Refuse a request; `headers` come with the error's own."""
+        super().__init__(failed.status, failed.message, headers)
         self.failed = failed
+
+    def __str__(self) -> str:
+        return self.failed.message
 
 
 # ------------------------------------------------------------------------- refusals of queues
 AGAIN: Final = 1.0
 """Seconds after which to repeat what would have been answered but for an accident."""
-
-START: Final = 10.0
-"""Seconds after which to repeat what waits for a server to start."""
 
 FAULT: Final = Failed(
     SERVER_FAULT,
@@ -116,6 +79,8 @@ SHUT_DOWN: Final = Failed(
     AGAIN,
     code="shutting_down",
 )
+CLIENT_LEFT: Final = Failed(499, INVALID, "the client went away before its answer was complete")
+"""Nobody reads it; metrics count its status (nginx's number)."""
 
 
 def overloaded(waiting: int, retry_after: float) -> Failed:
@@ -139,20 +104,22 @@ def failure(
         error: What was raised.
         what: What failed, for the log.
         asked: Method and path, where the error may be one of routing.
-        otherwise: What is told of an error that is none of the table's: nobody's fault but ours,
-            so the log gets all of it and the client nothing.
+        otherwise: What is told of any other error: nobody's fault but ours, so the log gets all of
+            it and the client nothing.
     """
-    for kinds, answer in _TABLE:
-        if isinstance(error, kinds):
-            return answer(error, asked)
+    if isinstance(error, ApiError):
+        return error.failed
+    if isinstance(error, USERS):
+        code = TOO_LONG if isinstance(error, ContextTooLongError) else None
+        return Failed(BAD_REQUEST, INVALID, " ".join(str(error).split()), code=code)
+    if isinstance(error, HTTPException):
+        return _routing(error, asked)
     LOG.error("%s failed", what, exc_info=error)
     return otherwise
 
 
 def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
     """The same for an HTTP request, whose client is told the name by which the log knows it."""
-    if isinstance(error, RequestValidationError):
-        return _invalid(error.errors(), scope.get("route"))
     name = str(scope.get("kvcache_rag.request_id", "unknown"))
     request = Request(dict(scope))
     return failure(
@@ -168,11 +135,6 @@ def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
     )
 
 
-def _mistake(error: Exception, _: str) -> Failed:
-    code = TOO_LONG if isinstance(error, ContextTooLongError) else None
-    return Failed(BAD_REQUEST, INVALID, " ".join(str(error).split()), code=code)
-
-
 def _routing(error: HTTPException, asked: str) -> Failed:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return Failed(404, INVALID, f"there is no {asked} here", code="unknown_url")
@@ -180,119 +142,7 @@ def _routing(error: HTTPException, asked: str) -> Failed:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{asked} is not allowed; use {allowed}"
         return Failed(405, INVALID, message, code="method_not_allowed")
-    code = "request_timeout" if error.status_code == HTTPStatus.REQUEST_TIMEOUT else None
-    return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()), code=code)
-
-
-def _invalid(errors: Sequence[Mapping[str, Any]], route: Any) -> Failed:
-    """What is wrong with a body, as pydantic found it: one sentence about one error.
-
-    What was sent is not repeated: it may be long, and it may be no text that can be sent back.
-
-    Args:
-        errors: Of pydantic.
-        route: FastAPI's, which has the form of the body.
-    """
-    first = next((error for error in errors if _named(error) in _UNSUPPORTED), errors[0])
-    if first["type"] == "json_invalid":
-        message = "the body is not JSON; send a JSON object with its content type"
-        return Failed(BAD_REQUEST, INVALID, message)
-    path = _path(first)
-    if not path:
-        message = "the body must be a JSON object, sent with its content type"
-        return Failed(BAD_REQUEST, INVALID, message)
-    known = _fields_beside(first, route) if first["type"] == "extra_forbidden" else ()
-    return Failed(BAD_REQUEST, INVALID, _sentence(first, path, known), param=path)
-
-
-def _fields_beside(error: Mapping[str, Any], route: Any) -> Collection[str]:
-    """Names that a field may have where one has another; () where forms differ."""
-    form = _form_of(route.body_field.field_info.annotation)
-    for part in _place(error)[:-1]:
-        if part not in getattr(form, "model_fields", ()):
-            return ()
-        form = _form_of(form.model_fields[part].annotation)
-    return [name for name in getattr(form, "model_fields", ()) if name not in _UNSUPPORTED]
-
-
-def _form_of(annotation: Any) -> Any:
-    """The model in an annotation, which may be optional; None for none."""
-    kinds = (annotation, *get_args(annotation))
-    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-
-
-# The first row whose class an error is of.
-_TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Told], ...]] = (
-    ((ApiError, FailedRequest), lambda error, _: error.failed),
-    (USERS, _mistake),
-    (HTTPException, _routing),
-)
-
-
-# ------------------------------------------------------------------------- bodies that are wrong
-# Fields of OpenAI's API that a request may carry only with the value that changes nothing.
-_UNSUPPORTED: Final = {
-    "audio": "this server answers in text only; leave audio out",
-    "best_of": "one answer is given per request; leave best_of out or set it to 1",
-    "echo": "the prompt is not repeated; leave echo out",
-    "frequency_penalty": "frequency_penalty is not supported; leave it out or set it to 0",
-    "function_call": "functions are not supported; leave function_call out",
-    "functions": "functions are not supported; leave functions out",
-    "logit_bias": "logit_bias is not supported; leave it out",
-    "logprobs": "logprobs are not supported; leave logprobs out",
-    "modalities": 'this server answers in text only; leave modalities out or say ["text"]',
-    "n": "one answer is given per request; leave n out or set it to 1",
-    "prediction": "predicted outputs are not supported; leave prediction out",
-    "presence_penalty": "presence_penalty is not supported; leave it out or set it to 0",
-    "response_format": 'answers are plain text; leave response_format out or say {"type": "text"}',
-    "suffix": "a suffix is not supported; leave it out",
-    "tool_choice": "tools are not supported; leave tool_choice out",
-    "tool_calls": "calls of tools are not supported; leave tool_calls out",
-    "tools": "tools are not supported; leave tools out",
-    "top_logprobs": "logprobs are not supported; leave top_logprobs out",
-}
-
-_IN_MESSAGES: Final = {
-    "role": "must be system, developer, user or assistant; results of tools are not supported",
-    "type": 'must be "text": this server reads no images, audio or files',
-}
-
-
-def _sentence(error: Mapping[str, Any], path: str, known: Collection[str]) -> str:
-    name, kind, text = _named(error), str(error["type"]), str(error["msg"])
-    if kind == "extra_forbidden" and name not in _UNSUPPORTED:
-        close = close_to(str(_place(error)[-1]), known)
-        hint = f"did you mean {close}?" if close else "leave it out"
-        return f"there is no field {path}; {hint}"
-    if kind == "missing":
-        return f"{path} is missing"
-    if name in _UNSUPPORTED:
-        return _UNSUPPORTED[name]
-    if path.startswith("messages[") and name in _IN_MESSAGES:
-        return f"{path} {_IN_MESSAGES[name]}"
-    return f"{path} cannot be used: {text[:1].lower()}{text[1:]}"
-
-
-def _place(error: Mapping[str, Any]) -> list[Any]:
-    """Where the error is; without "body", and without the tags of alternatives."""
-    return [
-        part for part in error["loc"][1:] if not (isinstance(part, str) and part.startswith("("))
-    ]
-
-
-def _named(error: Mapping[str, Any]) -> str:
-    """The field that is wrong: of the body, or of one of its messages."""
-    names = [part for part in _place(error) if isinstance(part, str)]
-    if not names:
-        return ""
-    return names[-1] if names[0] == "messages" else names[0]
-
-
-def _path(error: Mapping[str, Any]) -> str:
-    path = ""
-    for part in _place(error):
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path
+    return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()))
 
 
 # ------------------------------------------------------------------------- to a client
@@ -319,12 +169,12 @@ def response(failed: Failed, beside: Mapping[str, str] | None = None) -> JSONRes
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of an app as OpenAI would, those of routing and parsing included."""
+    """Answer every error of an app as OpenAI would, those of routing included."""
 
     async def told(request: Request, error: Exception) -> JSONResponse:
         return response(http_failure(error, request.scope), getattr(error, "headers", None))
 
-    for kind in (KVCacheRagError, RequestValidationError, HTTPException):
+    for kind in (KVCacheRagError, HTTPException):
         app.add_exception_handler(kind, told)
 
 

@@ -1,7 +1,7 @@
 """One request from its admission to the last byte of its answer, whatever API it came by.
 
-`respond` refuses, counts, streams, keeps silent connections awake, and takes the work back when the
-client goes away.  What an answer looks like is said by a `CompletionForm`.
+An `AnswerResponse` refuses, counts, streams, keeps silent connections awake, and takes the work
+back when the client goes away.  What an answer looks like is said by a `CompletionForm`.
 """
 
 from __future__ import annotations
@@ -9,32 +9,29 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from kvcache_rag.generation.telemetry import carried
 from kvcache_rag_server.backend import Failed, Finished, Piece, Started
-from kvcache_rag_server.errors import ApiError, body, http_failure
-from kvcache_rag_server.responses import DONE, HEARTBEAT, EventStream, frame
+from kvcache_rag_server.errors import CLIENT_LEFT, ApiError, body, http_failure
+from kvcache_rag_server.responses import DONE, HEARTBEAT, STREAM_HEADERS, frame
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        Awaitable,
-        Callable,
-        Coroutine,
-        Iterator,
-        Sequence,
-    )
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 
     from fastapi import Request
+    from starlette.types import Receive, Scope, Send
+    from typing_extensions import Self
 
     from kvcache_rag_server.auth import KeyReloader
     from kvcache_rag_server.backend import Backend, BackendRequest, Event
     from kvcache_rag_server.keys import Caller
+    from kvcache_rag_server.limits import RequestLimiter
+    from kvcache_rag_server.metrics import ServerTelemetry
     from kvcache_rag_server.responses import CompletionForm
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
@@ -42,63 +39,9 @@ if TYPE_CHECKING:
 
 _Got = TypeVar("_Got")
 
-CLIENT_LEFT: Final = 499
-"""Status of an answer whose client went away (nginx's number)."""
 
-
-class Limiter(Protocol):
-    """Refuses what is too much (`serve/limits.py`)."""
-
-    def check(self, work: BackendRequest) -> None:
-        """Look at documents and the length of the answer, not at the prompt.
-
-        Raises:
-            ApiError: 4xx that says which limit, and how much was asked for.
-        """
-
-    def admitted(self, caller: Caller, work: BackendRequest) -> AbstractAsyncContextManager[None]:
-        """Let a request in; entering checks documents, bytes and tokens.
-
-        Raises:
-            ApiError: 4xx that says which limit, and how much was asked for.
-        """
-
-
-class Telemetry(Protocol):
-    """Counts what happens (`serve/metrics.py`)."""
-
-    def observe(self, route: str, caller: Caller, work: BackendRequest, event: Event) -> None:
-        """An event on its way to the client.
-
-        Args:
-            route: "chat" or "completions".
-            caller: Who asked.
-            work: What.
-            event: `Started`, `Piece`, `Finished` or `Failed`.
-        """
-
-    def left(self, route: str, caller: Caller, work: BackendRequest) -> None:
-        """The client went away before its answer was complete."""
-
-    async def render(self, accept: str) -> tuple[bytes, str]:
-        """Everything counted, as Prometheus reads it, and its content type.
-
-        Args:
-            accept: The `Accept` header.
-        """
-
-
-class Exchanges:
+class Exchanges(set["_Exchange"]):
     """Requests that are being answered, so that some can be ended before their time."""
-
-    def __init__(self) -> None:
-        self._open: set[_Exchange] = set()
-
-    def add(self, exchange: _Exchange) -> None:
-        self._open.add(exchange)
-
-    def discard(self, exchange: _Exchange) -> None:
-        self._open.discard(exchange)
 
     def end(self, why: Callable[[Request, Caller], Failed | None]) -> None:
         """End requests: whole ones by this error, streams by an event that tells it.
@@ -106,7 +49,7 @@ class Exchanges:
         Args:
             why: What is told to the client of a request; None if it goes on.
         """
-        for exchange in list(self._open):
+        for exchange in list(self):
             exchange.end(why)
 
 
@@ -129,93 +72,113 @@ class AppContext:
     backend: Backend
     settings: ServerSettings
     authenticate: Callable[..., Awaitable[Caller]]
-    limits: Limiter
-    telemetry: Telemetry
+    limits: RequestLimiter
+    telemetry: ServerTelemetry
     exchanges: Exchanges
     shutdown: Shutdown
     keys: KeyReloader | None = None
 
 
-class ClientLeft(Exception):  # no error: there is no client to tell
-    """The client went away before its answer was complete."""
-
-
-async def respond(
-    context: AppContext,
-    request: Request,
-    caller: Caller,
-    work: BackendRequest,
-    form: CompletionForm,
-    *,
-    route: str,
-) -> Response:
-    """Answer a request, streamed if its work says so.
+class AnswerResponse(Response):
+    """Answers a request, streamed if its work says so.
 
     A stream's status is sent with its first piece of text, so a failure before it has its own
     status; but after `settings.heartbeat` seconds of silence it is sent all the same, and comments
     follow, so that no proxy gives the connection up.
-
-    Args:
-        context: The server's.
-        request: As it came, its body read.
-        caller: Who asks.
-        work: What.
-        form: Writes the answer.
-        route: Its name in metrics.
-
-    Raises:
-        ApiError: If there is no answer.
     """
-    work = replace(work, trace=carried(request.headers))
-    exchange = _Exchange(context, request, caller, work, route)
-    try:
-        if not work.streaming:
-            return await _whole(exchange, form)
-        silence = context.settings.heartbeat
-        first = await _until_text(exchange, silence)
-        frames = _frames(exchange, form, first, silence)
-        stream = EventStream(frames, exchange.close)
-        exchange.is_handed_on = True
-        return stream
-    except ClientLeft:
-        return Response(status_code=CLIENT_LEFT)
-    finally:
-        if not exchange.is_handed_on:
-            await exchange.close()
+
+    def __init__(
+        self,
+        context: AppContext,
+        request: Request,
+        caller: Caller,
+        work: BackendRequest,
+        form: CompletionForm,
+        *,
+        route: str,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            context: The server's.
+            request: As it came, its body read.
+            caller: Who asks.
+            work: What.
+            form: Writes the answer.
+            route: Its name in metrics.
+        """
+        super().__init__()
+        work = replace(work, trace=carried(request.headers))
+        self._silence = context.settings.heartbeat if work.streaming else None
+        self._exchange, self._form = _Exchange(context, request, caller, work, route), form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer.
+
+        Raises:
+            ApiError: If there is no answer, before anything was sent.
+        """
+        async with self._exchange:
+            if self._silence is None:
+                await JSONResponse(await self._whole())(scope, receive, send)
+                return
+            async with aclosing(self._frames()) as frames:
+                data = await anext(frames)
+                headers = Headers(STREAM_HEADERS).raw
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                async for data in frames:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _whole(self) -> dict[str, Any]:
+        started = Started(0.0)
+        while True:
+            event = await self._exchange.next()
+            if isinstance(event, Started):
+                started = event
+            elif isinstance(event, Finished):
+                return self._form.whole(started, event.answer)
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        """The frames of a stream; a failure behind the first is the last one."""
+        started, has_begun, is_over = Started(0.0), False, False
+        try:
+            while not is_over:
+                event = await self._exchange.next(self._silence)
+                is_over = isinstance(event, Finished)
+                if isinstance(event, Started):
+                    started = event
+                    continue
+                if not has_begun:
+                    has_begun = True
+                    for data in self._form.opening():
+                        yield frame(data)
+                for encoded in _written(self._form, event, started):
+                    yield encoded
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield frame(body(self._exchange.failure(error)))
+            yield DONE
 
 
-async def unless_left(request: Request, call: Coroutine[Any, Any, _Got]) -> _Got:
-    """What a call gives; it is cancelled when the client goes away.
-
-    Args:
-        request: Its body read.
-        call: What the client waits for.
-
-    Raises:
-        ClientLeft: If it went away.
-    """
-    tasks = asyncio.create_task(call), asyncio.create_task(_until_left(request))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientLeft
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _until_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
+def _written(form: CompletionForm, event: Event | None, started: Started) -> Iterator[bytes]:
+    """The frames of one event; a comment for too long a silence."""
+    if event is None:
+        yield HEARTBEAT
+    elif isinstance(event, Piece):
+        if event.text:
+            yield frame(form.piece(event.text))
+    elif isinstance(event, Finished):
+        yield from map(frame, form.closing(started, event.answer))
+        yield DONE
 
 
 class _Exchange:
     """Events of one request, read in a task of its own; a second one watches for the client's end.
 
-    Attributes:
-        is_handed_on: Whether a stream closes it.
+    Left before its end, it takes the work back.
     """
 
     def __init__(
@@ -226,32 +189,35 @@ class _Exchange:
         work: BackendRequest,
         route: str,
     ) -> None:
-        self.is_handed_on = False
-        self._context, self._caller, self._work, self._route = context, caller, work, route
-        self._request = request
-        self._events: asyncio.Queue[Event | ClientLeft] = asyncio.Queue()
+        self._context, self._request, self._caller = context, request, caller
+        self._work, self._route = work, route
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = self._is_read = False
-        self._tasks = [
-            asyncio.create_task(self._read()),
-            asyncio.create_task(self._watch()),
-        ]
-        context.exchanges.add(self)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._context.exchanges.add(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._context.exchanges.discard(self)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next event; None after so many seconds without one.
 
         Raises:
-            ApiError: If the request failed.
-            ClientLeft: If its client went away.
+            ApiError: If the request failed, or its client went away.
         """
         try:
             event = await asyncio.wait_for(self._events.get(), seconds)
         except asyncio.TimeoutError:
             return None
-        if isinstance(event, ClientLeft):
-            raise event
         if isinstance(event, Failed):
-            raise ApiError.of(event)
+            raise ApiError(event)
         self._ended = isinstance(event, Finished)
         return event
 
@@ -265,30 +231,21 @@ class _Exchange:
             self._events.get_nowait()
         self._told(failed)
 
+    def failure(self, error: Exception) -> Failed:
+        """What the client reads of an error."""
+        return http_failure(error, self._request.scope)
+
     def _told(self, event: Event) -> None:
         self._is_read = isinstance(event, Finished | Failed)
         self._context.telemetry.observe(self._route, self._caller, self._work, event)
         self._events.put_nowait(event)
 
-    async def close(self) -> None:
-        """Take the work back unless it is done."""
-        self._context.exchanges.discard(self)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def failure(self, error: Exception) -> Failed:
-        """What the client reads of an error."""
-        return http_failure(error, self._request.scope)
-
     async def _read(self) -> None:
-        context, caller, work = self._context, self._caller, self._work
+        work = self._work
         last: Event | None = None
         try:
-            async with (
-                context.limits.admitted(caller, work),
-                aclosing(context.backend.answer(work)) as events,
-            ):
+            await self._context.limits.admit(work)
+            async with aclosing(self._context.backend.answer(work)) as events:
                 async for event in events:
                     last = event
                     self._told(event)
@@ -301,60 +258,31 @@ class _Exchange:
         await _until_left(self._request)
         if not self._ended:
             self._context.telemetry.left(self._route, self._caller, self._work)
-            self._events.put_nowait(ClientLeft())
+            self._events.put_nowait(CLIENT_LEFT)
 
 
-async def _whole(exchange: _Exchange, form: CompletionForm) -> Response:
-    started = Started(0.0)
-    while True:
-        event = await exchange.next()
-        if isinstance(event, Started):
-            started = event
-        elif isinstance(event, Finished):
-            return JSONResponse(dict(form.whole(started, event.answer)))
+async def unless_left(request: Request, call: Coroutine[Any, Any, _Got]) -> _Got:
+    """What a call gives; it is cancelled when the client goes away.
 
+    Args:
+        request: Its body read.
+        call: What the client waits for.
 
-async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]:
-    """Events up to the first that shows that there is an answer, or None for too long a silence."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + silence
-    events: list[Event | None] = []
-    while not events or isinstance(events[-1], Started):
-        events.append(await exchange.next(max(until - loop.time(), 0.0)))
-    return events
-
-
-async def _frames(
-    exchange: _Exchange, form: CompletionForm, first: Sequence[Event | None], silence: float
-) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream; a failure is the last one, since the status has been sent."""
+    Raises:
+        ApiError: If it went away.
+    """
+    tasks = asyncio.create_task(call), asyncio.create_task(_until_left(request))
     try:
-        started = Started(0.0)
-        for data in form.opening():
-            yield frame(data)
-        waiting = list(first)
-        while True:
-            event = waiting.pop(0) if waiting else await exchange.next(silence)
-            if isinstance(event, Started):
-                started = event
-            for encoded in _written(form, event, started):
-                yield encoded
-            if isinstance(event, Finished):
-                return
-    except ClientLeft:
-        return
-    except Exception as error:
-        yield frame(body(exchange.failure(error)))
-        yield DONE
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ApiError(CLIENT_LEFT)
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _written(form: CompletionForm, event: Event | None, started: Started) -> Iterator[bytes]:
-    """The frames of one event; a comment for too long a silence."""
-    if event is None:
-        yield HEARTBEAT
-    elif isinstance(event, Piece):
-        if event.text:
-            yield frame(form.piece(event.text))
-    elif isinstance(event, Finished):
-        yield from map(frame, form.closing(started, event.answer))
-        yield DONE
+async def _until_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

@@ -1,7 +1,7 @@
 """Refuse what is too much before it costs anything, in the order in which a request meets it.
 
 A place of the caller's namespace (`Places`), before the body is read; a body that is too large, or
-small in bytes and large in work (`serve/bodies.py`); too many or too long documents
+small in bytes and large in work (`bodies.py`); too many or too long documents
 (`RequestLimiter`); and a prompt that cannot fit (`ensure_fits`), without tokenising all of it.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import ContextTooLongError
-from kvcache_rag_server.errors import TOO_LONG, ApiError
+from kvcache_rag_server.backend import INVALID, Failed
+from kvcache_rag_server.errors import AGAIN, TOO_LONG, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import Coroutine, Iterator
 
     from kvcache_rag_server.backend import Backend, BackendRequest, PromptWriter
     from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.settings import RequestLimits
-
-RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
 
 # Characters of a token, of which texts that fit have fewer on the average, almost always: only
 # longer ones are looked at, which costs nothing where a request may be answered.
@@ -64,14 +63,12 @@ class Places:
             ("total_concurrency", self.taken, limits.max_total_concurrency, "this server"),
         ):
             if taken >= allowed:
-                raise ApiError(
-                    429,
+                message = (
                     f"{allowed} requests of {whose} are being answered, the limit {name}; "
-                    "repeat the request when one of them is complete",
-                    kind="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    retry_after=RETRY_AFTER,
+                    "repeat the request when one of them is complete"
                 )
+                code = "rate_limit_exceeded"
+                raise ApiError(Failed(429, "rate_limit_error", message, AGAIN, code=code))
         self._taken[namespace] += 1
         try:
             yield
@@ -93,19 +90,20 @@ class RequestLimiter:
         self.limits = limits
         self._backend = backend
 
-    @asynccontextmanager
-    async def admitted(self, caller: Caller, work: BackendRequest) -> AsyncIterator[None]:
-        """Let a request in.
+    async def admit(self, work: BackendRequest) -> None:
+        """Let a request in, or refuse it.
 
         Raises:
             ApiError: 413 for too many documents or bytes, 400 for too many tokens; each names the
                 limit and its value.
             KVCacheRagError: If the request cannot be written as a prompt.
         """
-        del caller
         self.check(work)
-        await self.check_prompt(work)
-        yield
+        allowed = self.limits.max_prompt_tokens
+        if allowed is not None:
+            tokens = await _whole(self._backend.count(work))
+            if tokens > allowed:
+                raise _too_many("prompt_tokens", tokens, allowed, "tokens of the prompt", None)
 
     def check(self, work: BackendRequest) -> None:
         """Refuse too many or too long documents, and too long an answer.
@@ -121,35 +119,12 @@ class RequestLimiter:
             if len(text) * 4 <= limits.max_document_bytes:
                 continue
             size = len(text.encode("utf-8", "surrogatepass"))
-            if size > limits.max_document_bytes:
-                raise _too_large(
-                    "document_bytes",
-                    size,
-                    limits.max_document_bytes,
-                    f"bytes in documents[{index}]",
-                )
-        if work.max_new_tokens > limits.max_answer_tokens:
-            raise _too_many(
-                "answer_tokens",
-                work.max_new_tokens,
-                limits.max_answer_tokens,
-                "tokens of the answer",
-                "max_tokens",
-            )
-
-    async def check_prompt(self, work: BackendRequest) -> None:
-        """Refuse too long a prompt.
-
-        Raises:
-            ApiError: 400.
-            KVCacheRagError: If the request cannot be written as a prompt.
-        """
-        allowed = self.limits.max_prompt_tokens
-        if allowed is None:
-            return
-        tokens = await _whole(self._backend.count(work))
-        if tokens > allowed:
-            raise _too_many("prompt_tokens", tokens, allowed, "tokens of the prompt", None)
+            allowed, of = limits.max_document_bytes, f"bytes in documents[{index}]"
+            if size > allowed:
+                raise _too_large("document_bytes", size, allowed, of)
+        asked, allowed = work.max_new_tokens, limits.max_answer_tokens
+        if asked > allowed:
+            raise _too_many("answer_tokens", asked, allowed, "tokens of the answer", "max_tokens")
 
 
 async def _whole(counting: Coroutine[Any, Any, int]) -> int:
@@ -166,21 +141,14 @@ async def _whole(counting: Coroutine[Any, Any, int]) -> int:
 
 
 def _too_large(name: str, asked: int, allowed: int, of: str) -> ApiError:
-    return ApiError(
-        413,
-        f"{asked} {of} are more than the limit {name} of {allowed}; send fewer",
-        param="documents",
-        code="request_too_large",
-    )
+    message = f"{asked} {of} are more than the limit {name} of {allowed}; send fewer"
+    return ApiError(Failed(413, INVALID, message, param="documents", code="request_too_large"))
 
 
 def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -> ApiError:
-    return ApiError(
-        400,
-        f"{asked} {of} are more than the limit {name} of {allowed}; ask for fewer",
-        param=param,
-        code=TOO_LONG if name == "prompt_tokens" else "limit_exceeded",
-    )
+    message = f"{asked} {of} are more than the limit {name} of {allowed}; ask for fewer"
+    code = TOO_LONG if name == "prompt_tokens" else "limit_exceeded"
+    return ApiError(Failed(400, INVALID, message, param=param, code=code))
 
 
 def is_doubtful(prompts: PromptWriter, work: BackendRequest) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Prefilled
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag_server.limits import ensure_fits, is_doubtful
 from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, twin
+from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.scheduler import Scheduler
 from kvcache_rag_server.worker import Server, answered_from, grounded, plain_prompt
 
@@ -109,24 +109,32 @@ class LocalBackend:
 
     async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Answer a request, event by event; see `Backend.answer`."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-
-        def deliver(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and its request with it
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
         try:
             await self._ensure_fits(work)
         except Exception as error:
             yield failure(error, f"request {work.id}")
             return
-        job = self._scheduler.submit(work, deliver, keys=self._keys.pop(work.id, ()))
-        is_over = False
+        async with aclosing(self._events(work)) as events:
+            async for event in events:
+                yield event
+
+    async def _events(
+        self, work: BackendRequest, *, explains: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        """What comes of a request; left before its end, it is taken back."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Any] = asyncio.Queue()
+
+        def deliver(event: Event | Explained) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and its request with it
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        keys, is_over = self._keys.pop(work.id, ()), False
+        job = self._scheduler.submit(work, deliver, () if explains else keys, explains=explains)
         try:
             while not is_over:
                 event = await events.get()
-                is_over = isinstance(event, Finished | Failed)
+                is_over = isinstance(event, Finished | Failed | Explained)
                 yield event
         finally:
             if job is not None and not is_over:
@@ -171,7 +179,7 @@ class LocalBackend:
             ApiError: If the server shuts down.
         """
         if self._scheduler.is_closed:
-            raise ApiError.of(SHUT_DOWN)
+            raise ApiError(SHUT_DOWN)
         with attached(work.trace):
             return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
 
@@ -182,25 +190,15 @@ class LocalBackend:
         turn has come.
 
         Raises:
-            ApiError: If too many requests wait, or the server shuts down.
+            ApiError: If it cannot be explained, too many requests wait, or the server shuts down.
         """
         await self._ensure_fits(work)
-        explained: Future[Mapping[str, Any]] = Future()
-        explained.set_running_or_notify_cancel()  # it is taken back below
-
-        def refuse(event: Event) -> None:
-            if isinstance(event, Failed):
-                with suppress(InvalidStateError):  # it was explained just now
-                    explained.set_exception(ApiError.of(event))
-
-        self._keys.pop(work.id, None)
-        job = self._scheduler.submit(work, refuse, explained=explained)
-        try:
-            return await asyncio.wrap_future(explained)
-        except asyncio.CancelledError:
-            if job is not None:
-                self._scheduler.cancel(job)
-            raise
+        async with aclosing(self._events(work, explains=True)) as events:
+            event = await anext(events)
+        if isinstance(event, Failed):
+            raise ApiError(event)
+        explanation: Mapping[str, Any] = event.explanation
+        return explanation
 
     async def ready(self) -> bool:
         """Whether the model has answered with a token; the first one is waited for a moment."""

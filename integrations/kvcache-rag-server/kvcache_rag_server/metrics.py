@@ -10,8 +10,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from cachetools import LRUCache
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -22,8 +23,9 @@ from prometheus_client.registry import Collector
 
 from kvcache_rag_server.auth import BEARER
 from kvcache_rag_server.backend import Backend, BackendRequest, Event, Failed, Finished, Started
+from kvcache_rag_server.errors import CLIENT_LEFT
 from kvcache_rag_server.keys import Caller
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext
+from kvcache_rag_server.lifecycle import AppContext
 from kvcache_rag_server.responses import error_responses
 
 if TYPE_CHECKING:
@@ -85,6 +87,34 @@ _GAUGE: Final = "waiting"  # among the counters of prefetches
 # Of prefetches there are as many counters as a backend has; more than these would be a mistake.
 _EVENTS: Final = 16
 
+# Text and labels by name.
+_HISTOGRAMS: Final = {
+    "request_seconds": ("From a request to the last byte of its answer", "endpoint"),
+    "ttft_seconds": ("From a request's arrival in the queue to its first token", "route"),
+    "engine_ttft_seconds": ("From the model's start with a request to its first token", "route"),
+    "queue_wait_seconds": ("From a request's arrival to the model's start with it", "route"),
+}
+_COUNTERS: Final = {
+    "requests": ("HTTP requests", "endpoint", "method", "status"),
+    "answers": ("Whole answers", "route", "key", "finish_reason"),
+    "cancelled_requests": ("Requests whose client went away before the answer", "route"),
+    "failed_requests": ("Requests that the backend could not answer", "route", "status"),
+    "prefetched_requests": ("Requests whose chunks were made ready while they waited", "route"),
+    "batched_requests": ("Requests that were answered together with others", "route"),
+    "tokens": (
+        "Tokens of prompts and answers: reused, recomputed, fresh (computed with the query) or "
+        "prefilled chunk tokens, the shared prefix, the query, and generated ones",
+        "kind",
+        "key",
+    ),
+    "ttft_part_seconds": ("Seconds until first tokens, by what they were spent on", "part"),
+    "chunk_hits": ("Chunks of answers found in a tier", "tier"),
+    "chunk_misses": ("Chunks of answers that were in no tier",),
+    "auxiliary_misses": ("Chunks that the auxiliary model prefilled when it scored them",),
+    "chunks_dropped": ("Chunks left out because the prompt would not have fitted",),
+    "chunks_unused": ("Chunks left out because a policy answered from better ones",),
+}
+
 
 class BackendCollector(Collector):
     """Shows the last `Backend.stats()`; what is not in it is not shown."""
@@ -99,73 +129,61 @@ class BackendCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Metrics of the queue, the prefetches and every tier, by replica."""
-        stats = self._stats
-        replicas = _replicas(stats)
-        up = GaugeMetricFamily(f"{self._prefix}_backend_up", "Whether the backend gives counters")
-        up.add_metric([], float(stats is not None))
-        yield up
-        gauge = GaugeMetricFamily(f"{self._prefix}_replicas", "Processes that answer")
-        gauge.add_metric([], len(replicas))
-        yield gauge
-        yield from self._queues(replicas)
-        yield from self._prefetches(replicas)
-        yield from self._tiers(replicas)
-
-    def _queues(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
+        replicas = _replicas(self._stats)
+        gauge = partial(self._family, GaugeMetricFamily)
+        counter = partial(self._family, CounterMetricFamily)
+        up = float(self._stats is not None)
+        yield gauge("backend_up", "Whether the backend gives counters", (), [((), up)])
+        yield gauge("replicas", "Processes that answer", (), [((), len(replicas))])
+        named = [(one.get("replica"), one) for one in replicas]
         for name, text in _QUEUE.items():
-            family = GaugeMetricFamily(f"{self._prefix}_{name}_requests", text, labels=["replica"])
-            for replica in replicas:
-                if _is_number(replica.get(name)):
-                    family.add_metric([_label(replica.get("replica"))], replica[name])
-            yield family
-        outcomes = CounterMetricFamily(
-            f"{self._prefix}_outcomes",
+            waits = [((replica,), one.get(name)) for replica, one in named]
+            yield gauge(f"{name}_requests", text, ("replica",), waits)
+        yield counter(
+            "outcomes",
             "How requests of a replica ended",
-            labels=["replica", "outcome"],
+            ("replica", "outcome"),
+            [((replica, name), one.get(name)) for replica, one in named for name in _OUTCOMES],
         )
-        for replica in replicas:
-            for name in _OUTCOMES:
-                if _is_number(replica.get(name)):
-                    outcomes.add_metric([_label(replica.get("replica")), name], replica[name])
-        yield outcomes
+        ahead = [(replica, one.get("prefetch") or {}) for replica, one in named]
+        yield counter(
+            "prefetches",
+            "Prefetches while queued",
+            ("replica", "event"),
+            [((replica, name), one[name]) for replica, one in ahead for name in _events(one)],
+        )
+        yield gauge(
+            "waiting_prefetches",
+            "Prefetches not begun",
+            ("replica",),
+            [((replica,), one.get(_GAUGE)) for replica, one in ahead],
+        )
+        labels = ("replica", "tier")
+        tiers = [
+            ((replica, tier.get("tier")), tier)
+            for replica, one in named
+            for tier in one.get("tiers") or ()
+        ]
+        rows = [(values, tier.get("bytes")) for values, tier in tiers]
+        yield gauge("store_bytes", "Bytes that a tier holds", labels, rows)
+        for name, text in _STORE.items():
+            rows = [(values, tier.get(name)) for values, tier in tiers]
+            yield counter(f"store_{name}", text, labels, rows)
 
-    def _prefetches(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            f"{self._prefix}_prefetches", "Prefetches while queued", labels=["replica", "event"]
-        )
-        waiting = GaugeMetricFamily(
-            f"{self._prefix}_waiting_prefetches", "Prefetches not begun", labels=["replica"]
-        )
-        for counters in replicas:
-            replica, events = _label(counters.get("replica")), counters.get("prefetch") or {}
-            counts = {name: value for name, value in events.items() if _is_number(value)}
-            if _GAUGE in counts:
-                waiting.add_metric([replica], counts.pop(_GAUGE))
-            for name in sorted(counts)[:_EVENTS]:
-                family.add_metric([replica, _label(name)], counts[name])
-        yield family
-        yield waiting
-
-    def _tiers(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily(
-            f"{self._prefix}_store_bytes", "Bytes that a tier holds", labels=["replica", "tier"]
-        )
-        families = {
-            name: CounterMetricFamily(
-                f"{self._prefix}_store_{name}", text, labels=["replica", "tier"]
-            )
-            for name, text in _STORE.items()
-        }
-        for replica in replicas:
-            for tier in replica.get("tiers") or ():
-                labels = [_label(replica.get("replica")), _label(tier.get("tier"))]
-                if _is_number(tier.get("bytes")):
-                    gauge.add_metric(labels, tier["bytes"])
-                for name, family in families.items():
-                    if _is_number(tier.get(name)):
-                        family.add_metric(labels, tier[name])
-        yield gauge
-        yield from families.values()
+    def _family(
+        self,
+        kind: type[Metric],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        rows: Iterable[tuple[tuple[Any, ...], Any]],
+    ) -> Metric:
+        """A metric with those of `rows`, labels and number, that have a number."""
+        family: Any = kind(f"{self._prefix}_{name}", text, labels=labels)  # type: ignore[call-arg]  # of both families
+        for values, number in rows:
+            if _is_number(number):
+                family.add_metric([*map(_label, values)], number)
+        return cast("Metric", family)
 
 
 def _replicas(stats: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -173,6 +191,11 @@ def _replicas(stats: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
         return []
     replicas = stats.get("replicas")
     return list(replicas) if isinstance(replicas, list) else [stats]
+
+
+def _events(prefetches: Mapping[str, Any]) -> list[str]:
+    counts = {name for name, value in prefetches.items() if _is_number(value)}
+    return sorted(counts - {_GAUGE})[:_EVENTS]
 
 
 def _is_number(value: Any) -> bool:
@@ -200,68 +223,23 @@ class ServerTelemetry:
         # Seconds in the queue, by work: the client's first token comes that much later.
         self._waits: LRUCache[str, float] = LRUCache(_PENDING)
         self._tiers: set[str] = set()
-        self._declare()
+        self._counters = {
+            name: Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(
+                f"{PREFIX}_{name}", text, labels, registry=self.registry, buckets=_SECONDS
+            )
+            for name, (text, *labels) in _HISTOGRAMS.items()
+        }
 
-    def _declare(self) -> None:
-        self._requests = self._counter("requests", "HTTP requests", "endpoint", "method", "status")
-        self._request_seconds = self._histogram(
-            "request_seconds", "From a request to the last byte of its answer", "endpoint"
-        )
-        self._ttft = self._histogram(
-            "ttft_seconds", "From a request's arrival in the queue to its first token", "route"
-        )
-        self._engine_ttft = self._histogram(
-            "engine_ttft_seconds",
-            "From the model's start with a request to its first token",
-            "route",
-        )
-        self._wait = self._histogram(
-            "queue_wait_seconds", "From a request's arrival to the model's start with it", "route"
-        )
-        self._answers = self._counter("answers", "Whole answers", "route", "key", "finish_reason")
-        self._cancelled = self._counter(
-            "cancelled_requests", "Requests whose client went away before the answer", "route"
-        )
-        self._failed = self._counter(
-            "failed_requests", "Requests that the backend could not answer", "route", "status"
-        )
-        self._prefetched = self._counter(
-            "prefetched_requests",
-            "Requests whose chunks were made ready while they waited",
-            "route",
-        )
-        self._batched = self._counter(
-            "batched_requests", "Requests that were answered together with others", "route"
-        )
-        self._tokens = self._counter(
-            "tokens",
-            "Tokens of prompts and answers: reused, recomputed, fresh (computed with the query) or "
-            "prefilled chunk tokens, the shared prefix, the query, and generated ones",
-            "kind",
-            "key",
-        )
-        self._parts = self._counter(
-            "ttft_part_seconds",
-            "Seconds until first tokens, by what they were spent on",
-            "part",
-        )
-        self._hits = self._counter("chunk_hits", "Chunks of answers found in a tier", "tier")
-        self._misses = self._counter("chunk_misses", "Chunks of answers that were in no tier")
-        self._auxiliary_misses = self._counter(
-            "auxiliary_misses", "Chunks that the auxiliary model prefilled when it scored them"
-        )
-        self._dropped = self._counter(
-            "chunks_dropped", "Chunks left out because the prompt would not have fitted"
-        )
-        self._unused = self._counter(
-            "chunks_unused", "Chunks left out because a policy answered from better ones"
-        )
+    def _add(self, name: str, *labels: Any, by: float = 1) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(by)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
+    def _took(self, name: str, label: str, seconds: float) -> None:
+        self._histograms[name].labels(label).observe(seconds)
 
     # ------------------------------------------------------------------ events
     def observe(self, route: str, caller: Caller, work: BackendRequest, event: Event) -> None:
@@ -275,38 +253,37 @@ class ServerTelemetry:
         """
         if isinstance(event, Started):
             self._waits[work.id] = event.queue_wait
-            self._wait.labels(route).observe(event.queue_wait)
-            self._prefetched.labels(route).inc(event.prefetched)
-            self._batched.labels(route).inc(event.batch > 1)
+            self._took("queue_wait_seconds", route, event.queue_wait)
+            self._add("prefetched_requests", route, by=event.prefetched)
+            self._add("batched_requests", route, by=event.batch > 1)
         elif isinstance(event, Finished):
             answer = event.answer
             waited = self._waits.pop(work.id, 0.0)
-            self._ttft.labels(route).observe(waited + answer.metrics.ttft)
-            self._engine_ttft.labels(route).observe(answer.metrics.ttft)
-            self._answers.labels(route, caller.key_id, answer.finish_reason).inc()
+            self._took("ttft_seconds", route, waited + answer.metrics.ttft)
+            self._took("engine_ttft_seconds", route, answer.metrics.ttft)
+            self._add("answers", route, caller.key_id, answer.finish_reason)
             self._count(answer.metrics, caller)
         elif isinstance(event, Failed):
             self._waits.pop(work.id, None)
-            self._failed.labels(route, event.status).inc()
+            self._add("failed_requests", route, event.status)
 
     def left(self, route: str, caller: Caller, work: BackendRequest) -> None:
         """Count a client that went away before its answer was complete."""
         del caller
         self._waits.pop(work.id, None)
-        self._cancelled.labels(route).inc()
+        self._add("cancelled_requests", route)
 
     def _count(self, metrics: "Metrics", caller: Caller) -> None:
         for kind in _TOKENS:
-            count = getattr(metrics, f"{kind}_tokens")
-            self._tokens.labels(kind, caller.key_id).inc(count)
+            self._add("tokens", kind, caller.key_id, by=getattr(metrics, f"{kind}_tokens"))
         for tier, count in metrics.hits.items():
-            self._hits.labels(self._tier(tier)).inc(count)
-        self._misses.inc(metrics.misses)
-        self._auxiliary_misses.inc(metrics.auxiliary_misses)
+            self._add("chunk_hits", self._tier(tier), by=count)
+        self._add("chunk_misses", by=metrics.misses)
+        self._add("auxiliary_misses", by=metrics.auxiliary_misses)
         for part in _PARTS:
-            self._parts.labels(part).inc(getattr(metrics, part))
-        self._dropped.inc(metrics.dropped_chunks)
-        self._unused.inc(metrics.unused_chunks)
+            self._add("ttft_part_seconds", part, by=getattr(metrics, part))
+        self._add("chunks_dropped", by=metrics.dropped_chunks)
+        self._add("chunks_unused", by=metrics.unused_chunks)
 
     def _tier(self, name: str) -> str:
         """A tier's name as a label; beyond the first few, and for odd ones, "other"."""
@@ -326,8 +303,8 @@ class ServerTelemetry:
             seconds: From the request to the last byte of the answer.
         """
         known = method if method in _METHODS else "other"
-        self._requests.labels(endpoint, known, status).inc()
-        self._request_seconds.labels(endpoint).observe(seconds)
+        self._add("requests", endpoint, known, status)
+        self._took("request_seconds", endpoint, seconds)
 
     # ------------------------------------------------------------------ reading
     async def render(self, accept: str) -> tuple[bytes, str]:
@@ -358,7 +335,7 @@ class RequestMeter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), CLIENT_LEFT
+        started, status = time.perf_counter(), CLIENT_LEFT.status
 
         async def sending(message: "Message") -> None:
             nonlocal status
@@ -369,7 +346,7 @@ class RequestMeter:
         try:
             await self._app(scope, receive, sending)
         except Exception:
-            status = 500 if status == CLIENT_LEFT else status  # starlette will answer so
+            status = 500 if status == CLIENT_LEFT.status else status  # starlette will answer so
             raise
         finally:
             # The route is known only now; paths that have none may be anything.

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
 from kvcache_rag_server import bodies
+from kvcache_rag_server.backend import INVALID, PERMISSION, Failed
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, http_failure, response
 from kvcache_rag_server.limits import Places
 from kvcache_rag_server.settings import is_loopback
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from kvcache_rag_server.auth import Authenticator
-    from kvcache_rag_server.bodies import Bodies, HeldBody
+    from kvcache_rag_server.bodies import Bodies
     from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
@@ -60,25 +60,9 @@ class Shell:
     come in time.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        body_bytes: int,
-        body_seconds: float,
-        bodies: Bodies,
-        shutdown: Shutdown | None = None,
-    ) -> None:
-        """Let `app` answer requests whose body has at most `body_bytes`.
-
-        Args:
-            app: Answers.
-            body_bytes: Of one body.
-            body_seconds: Within which the whole body has to be there.
-            bodies: Those of all connections.
-            shutdown: Once it has begun, all but `/health` is refused; None for never.
-        """
-        self._app, self._body_bytes, self._body_seconds = app, body_bytes, body_seconds
-        self._bodies, self._shutdown = bodies, shutdown
+    def __init__(self, app: ASGIApp, bodies: Bodies, shutdown: Shutdown) -> None:
+        """Let `app` answer requests, whose bodies come by `bodies`, until the server ends."""
+        self._app, self._bodies, self._shutdown = app, bodies, shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,103 +70,39 @@ class Shell:
             return
         name = f"req_{uuid.uuid4().hex}"
         scope["kvcache_rag.request_id"] = name
-        sender = _Sender(send, name)
-        bodies.share(scope, self._bodies)
+        has_begun = False
+
+        async def named(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(raw=message["headers"])["x-request-id"] = name
+            await send(message)
+
         try:
-            self._check_shutdown(scope["path"])
-            _check_path(scope["path"])
-            with self._bodies.held() as held:
-                self._check_length(Headers(scope=scope), held)
-                body = _Body(receive, self._body_bytes, self._body_seconds, held)
-                await self._app(scope, body.receive, sender.send)
+            self._check(scope["path"])
+            bodies.share(scope, self._bodies)
+            length = Headers(scope=scope).get("content-length", "")
+            with self._bodies.incoming(receive, length) as body:
+                await self._app(scope, body, named)
         except Exception as error:
             failed = http_failure(error, scope)
-            if sender.has_begun:  # too late to say anything: the connection breaks off
+            if has_begun:  # too late to say anything: the connection breaks off
                 raise
-            await response(failed)(scope, receive, sender.send)
+            await response(failed)(scope, receive, named)
         except asyncio.CancelledError:
-            if self._shutdown is None or not self._shutdown.is_cutting:
+            if not self._shutdown.is_cutting:
                 raise
             # It ends by itself: uvicorn would answer what is cancelled with a bare 500.
-            if not sender.has_begun:
-                await response(SHUT_DOWN)(scope, receive, sender.send)
+            if not has_begun:
+                await response(SHUT_DOWN)(scope, receive, named)
 
-    def _check_shutdown(self, path: str) -> None:
-        if self._shutdown is not None and self._shutdown.is_begun and path != _ALIVE:
-            raise ApiError.of(SHUT_DOWN)
-
-    def _check_length(self, headers: Headers, held: HeldBody) -> None:
-        length = headers.get("content-length", "")
-        nbytes = int(length[:19]) if length.isascii() and length.isdigit() else 0
-        if nbytes > self._body_bytes:
-            raise ApiError(413, too_large(self._body_bytes), code="request_too_large")
-        held.expect(nbytes)
-
-
-def _check_path(path: str) -> None:
-    if path.endswith("\n"):  # routes also match a path with a line break behind it
-        message = "no path here ends in a line break; leave %0A out"
-        raise ApiError(404, message, code="unknown_url")
-
-
-class _Sender:
-    """Adds the request's name to its answer."""
-
-    def __init__(self, send: Send, name: str) -> None:
-        self._send, self._name = send, name
-        self.has_begun = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.has_begun = True
-            MutableHeaders(raw=message["headers"])["x-request-id"] = self._name
-        await self._send(message)
-
-
-class _Body:
-    """Counts what is read of a body of unknown length, and the time that it takes."""
-
-    def __init__(self, receive: Receive, allowed: int, seconds: float, held: HeldBody) -> None:
-        self._receive, self._allowed, self._held = receive, allowed, held
-        self._seconds = seconds
-        self._until: float | None = asyncio.get_running_loop().time() + seconds
-
-    async def receive(self) -> Message:
-        message = await self._next()
-        if message["type"] == "http.request":
-            nbytes = len(message.get("body", b""))
-            if self._held.nbytes + nbytes > self._allowed:
-                # FastAPI lets its own errors pass while it reads a body, and no others.
-                raise HTTPException(413, too_large(self._allowed))
-            self._held.grow(nbytes)
-        if not message.get("more_body", False):
-            self._until = None
-        return message
-
-    async def _next(self) -> Message:
-        """The next message; once the body is there, however long that takes."""
-        if self._until is None:
-            return await self._receive()
-        remaining = self._until - asyncio.get_running_loop().time()
-        try:
-            return await asyncio.wait_for(self._receive(), remaining)
-        except asyncio.TimeoutError as error:
-            # What is still sent is not waited for: the connection ends with the answer.
-            raise HTTPException(
-                408, too_slow(self._seconds), headers={"connection": "close"}
-            ) from error
-
-
-def too_large(allowed: int) -> str:
-    """What is said about too large a body."""
-    return f"the body has more than the {allowed} bytes that are allowed; send fewer documents"
-
-
-def too_slow(seconds: float) -> str:
-    """What is said about a body that does not come."""
-    return (
-        f"the body was not there within {seconds:g} seconds, the limit body_seconds; send it whole"
-    )
+    def _check(self, path: str) -> None:
+        if self._shutdown.is_begun and path != _ALIVE:
+            raise ApiError(SHUT_DOWN)
+        if path.endswith("\n"):  # routes also match a path with a line break behind it
+            message = "no path here ends in a line break; leave %0A out"
+            raise ApiError(Failed(404, INVALID, message, code="unknown_url"))
 
 
 @dataclass(frozen=True)
@@ -326,4 +246,4 @@ def _place(url: str) -> tuple[str, int | None]:
 
 
 def _refused(message: str, code: str) -> ApiError:
-    return ApiError(403, message, kind="permission_error", code=code)
+    return ApiError(Failed(403, PERMISSION, message, code=code))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.responses import Response
@@ -19,13 +19,13 @@ from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
 from kvcache_rag.models.names import TINY
 from kvcache_rag.stitching.stitch import SpanKind
+from kvcache_rag_server.backend import INVALID, Failed
 from kvcache_rag_server.bodies import CheckedRoute
-from kvcache_rag_server.completions import chat_work
 from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
-from kvcache_rag_server.requests import ChatRequest, Sent, Text, numbers
+from kvcache_rag_server.lifecycle import AppContext, unless_left
+from kvcache_rag_server.requests import ChatRequest, Sent, Text, chat_work
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
 PAGE: Final = "index.html"
@@ -207,7 +207,7 @@ def router(context: AppContext) -> APIRouter:
     @routes.get("/playground/{name}", include_in_schema=False)
     async def asset(request: Request, name: str) -> Response:
         if name not in page_assets or name == PAGE:
-            raise ApiError(404, f"there is no {request.url.path} here", code="unknown_url")
+            raise HTTPException(404)
         return page_assets[name].response(request)
 
     @routes.post("/v1/playground/compare", include_in_schema=False)
@@ -239,19 +239,12 @@ def router(context: AppContext) -> APIRouter:
         stored, as an answer would; with `reuse` or `full` nothing is computed.
         """
         if body.documents is None:
-            raise ApiError(
-                400,
-                "there are no documents to explain; give documents, an empty list for none",
-                param="documents",
-            )
+            message = "there are no documents to explain; give documents, an empty list for none"
+            raise ApiError(Failed(400, INVALID, message, param="documents"))
         work = chat_work(context, caller, body)
-        try:
-            async with context.limits.admitted(caller, work):
-                explanation = await unless_left(request, context.backend.explain(work))
-        except ClientLeft:
-            return Response(status_code=CLIENT_LEFT)
-        places = numbers(body.documents)
-        used = [places[at] for at in explanation["answered_from"]]
+        await context.limits.admit(work)
+        explanation = await unless_left(request, context.backend.explain(work))
+        used = [work.places[at] for at in explanation["answered_from"]]
         return JSONResponse({**explanation, "answered_from": used})
 
     return routes

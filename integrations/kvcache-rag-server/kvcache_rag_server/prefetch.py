@@ -19,10 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 
 from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.generation.request import StoredChunk
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.policies import ReusePolicy
 
@@ -79,9 +81,10 @@ class Prefetch:
             that is needed is there.
         scores: Of the chunks, higher is better; None where the best stands first.
         question: By which its policy may choose among the chunks.
+        keys: Addresses of the chunks, one each; () until a prefetcher has looked them up.
     """
 
-    chunks: tuple[str, ...]
+    chunks: tuple[Any, ...]
     namespace: str
     policy: ReusePolicy | None
     due: float
@@ -89,15 +92,10 @@ class Prefetch:
     done: Future[bool] = field(default_factory=Future)
     scores: tuple[float, ...] | None = None
     question: str = ""
+    keys: tuple[ChunkKey, ...] = ()
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
-    _keys: tuple[ChunkKey, ...] = field(default=(), init=False)
-
-
-def keys_of(prefetch: Prefetch) -> tuple[ChunkKey, ...]:
-    """Addresses of a question's chunks, one each; () until a prefetcher has looked them up."""
-    return prefetch._keys
 
 
 class Prefetcher:
@@ -126,7 +124,7 @@ class Prefetcher:
 
     def want(
         self,
-        chunks: Sequence[str],
+        chunks: Sequence[str | StoredChunk],
         *,
         namespace: str = "",
         policy: ReusePolicy | None = None,
@@ -295,7 +293,7 @@ class Prefetcher:
         found = retrieved_chunks(question, given, scores)
         chunks = [given[at] for at in engine._bound.planner.needs(policy, found)]
         if len(keys) == len(given) and chunks == [*given]:
-            prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
+            prefetch.keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         reads = len(chunks) > len(policy.plan(found).brought)  # one by one, and answers from fewer
         if not reads and sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
@@ -346,15 +344,11 @@ class Engines:
 
     def of(self, namespace: str) -> Engine:
         """The engine of a tenant."""
-        if namespace == self.base.namespace:
-            return self.base
-        with self._lock:
-            engine = self._known.get(namespace)
-        if engine is None:
-            candidate = self.base.in_namespace(namespace)
-            with self._lock:
-                engine = self._known.setdefault(namespace, candidate)
-        return engine
+        return self.base if namespace == self.base.namespace else self._of(namespace)
+
+    @cachedmethod(attrgetter("_known"), lock=attrgetter("_lock"))
+    def _of(self, namespace: str) -> Engine:
+        return self.base.in_namespace(namespace)
 
 
 def twin(engine: Engine, device: str) -> Engine:
@@ -371,10 +365,10 @@ def twin(engine: Engine, device: str) -> Engine:
         InvalidInputError: If there is no such device, the weights cannot be put there, or what it
             computes would have other keys.
     """
-    if engine._adapter.abilities.memory == "own":
+    if why := engine._adapter.abilities.cannot_copy:
         raise InvalidInputError(
-            "a model in llama.cpp cannot be copied to prefetch beside itself; prefetch with the "
-            'one that answers ("same"), or not ("off")'
+            f"{why} to prefetch beside itself; prefetch with the one that answers "
+            '("same"), or not ("off")'
         )
     try:
         model = _placed(engine.model, checked_device(device))
@@ -428,18 +422,10 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return moved
 
 
-class Closing(Protocol):
-    """Something with threads of its own."""
-
-    def close(self) -> None:
-        """Stop them and wait for their end."""
-        ...
+_LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_LIVING: weakref.WeakSet[Closing] = weakref.WeakSet()
-
-
-def close_at_exit(living: Closing) -> None:
+def close_at_exit(living: Any) -> None:
     """Close it when the process ends: a thread inside torch would abort the interpreter's end."""
     _LIVING.add(living)
 

@@ -12,8 +12,8 @@ from kvcache_rag.generation.telemetry import carried
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.keys import Caller
-from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, ClientLeft, unless_left
-from kvcache_rag_server.requests import Document, Sent, Text, check_model, new_id, texts
+from kvcache_rag_server.lifecycle import AppContext, unless_left
+from kvcache_rag_server.requests import Document, Sent, Text, check_model, chunks_of, new_id
 from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses, plain
 
 
@@ -58,16 +58,13 @@ def router(context: AppContext) -> APIRouter:
         work = BackendRequest(
             id=new_id("prefill"),
             question="",
-            chunks=texts(body.documents),
+            chunks=tuple(chunks_of(body.documents)),
             namespace=caller.namespace,
             max_new_tokens=1,
             trace=carried(request.headers),
         )
         context.limits.check(work)
-        try:
-            found = await unless_left(request, context.backend.prefill(work))
-        except ClientLeft:
-            return Response(status_code=CLIENT_LEFT)
+        found = await unless_left(request, context.backend.prefill(work))
         reply = PrefillReply(
             model=served, chunks=found.chunks, tokens=found.tokens, computed=found.computed
         )

@@ -1,4 +1,4 @@
-"""Requests that wait: for what is computed ahead, for the model.
+"""Requests that wait for the model.
 
 Nothing here is thread-safe: the scheduler holds a lock around it.
 """
@@ -10,18 +10,17 @@ from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.generation.request import StoredChunk
-from kvcache_rag_server.prefetch import keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from concurrent.futures import Future
+    from collections.abc import Callable, Mapping
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag_server.backend import BackendRequest, Event
-    from kvcache_rag_server.prefetch import Prefetch, Prefetcher
+    from kvcache_rag_server.prefetch import Prefetch
 
 
 class Stage(Enum):
@@ -30,6 +29,13 @@ class Stage(Enum):
     WAITING = 1
     RUNNING = 2
     ENDED = 3
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What would become of a request's prompt, as plain values."""
+
+    explanation: Mapping[str, Any]
 
 
 @dataclass(eq=False)
@@ -42,18 +48,18 @@ class Job:
         arrived: When it came, on the monotonic clock.
         number: Its place in the order of arrival.
         keys: Addresses of the first of its chunks, as far as they are known.
-        explained: Takes what its prompt would become, instead of an answer; None for an answer.
+        explains: Whether it gets an `Explained` instead of an answer.
         stage: Whether it waits, runs or has ended.
         cancelled: Set when its answer is not wanted any more.
         prefetch: What is computed ahead for it, if anything is.
     """
 
     work: BackendRequest
-    deliver: Callable[[Event], None]
+    deliver: Callable[[Event | Explained], None]
     arrived: float
     number: int
     keys: tuple[ChunkKey, ...] = ()
-    explained: Future[Mapping[str, Any]] | None = None
+    explains: bool = False
     stage: Stage = Stage.WAITING
     cancelled: threading.Event = field(default_factory=threading.Event)
     prefetch: Prefetch | None = None
@@ -61,7 +67,7 @@ class Job:
     @property
     def inputs(self) -> list[str | StoredChunk]:
         """Its chunks for the engine: what is stored under a known key is not tokenised again."""
-        ahead = () if self.prefetch is None else keys_of(self.prefetch)
+        ahead = () if self.prefetch is None else self.prefetch.keys
         keys, chunks = ahead or self.keys, self.work.chunks
         return [*map(StoredChunk, keys, chunks), *chunks[len(keys) :]]
 
@@ -76,15 +82,9 @@ class TenantQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, job: Job) -> bool:
-        return job in self._queues.get(job.work.namespace, ())
-
-    def jobs(self) -> list[Job]:
-        return [job for queue in self._queues.values() for job in queue]
-
     def add(self, job: Job) -> None:
         """Take a job in, at its place by arrival."""
-        insort(self._queues.setdefault(job.work.namespace, []), job, key=_number)
+        insort(self._queues.setdefault(job.work.namespace, []), job, key=attrgetter("number"))
         self._count += 1
 
     def remove(self, job: Job) -> bool:
@@ -100,11 +100,7 @@ class TenantQueue:
 
     def head(self) -> Job | None:
         """Whose turn it is; None if the queue is empty."""
-        return next(self.heads(), None)
-
-    def heads(self) -> Iterator[Job]:
-        """The first of each tenant, in turn."""
-        return (queue[0] for queue in self._queues.values())
+        return next((queue[0] for queue in self._queues.values()), None)
 
     def place(self, job: Job) -> int:
         """About how many are answered before a job that waits."""
@@ -139,50 +135,11 @@ class TenantQueue:
         """
         longest = max(self._queues.values(), key=len, default=[])
         own = len(self._queues.get(namespace, ()))
-        return max(longest, key=_number) if len(longest) > own + 1 else None
+        return longest[-1] if len(longest) > own + 1 else None
 
     def drain(self) -> list[Job]:
-        jobs = self.jobs()
+        """Take out all."""
+        jobs = [job for queue in self._queues.values() for job in queue]
         self._queues.clear()
         self._count = 0
         return jobs
-
-
-def _number(job: Job) -> int:
-    return job.number
-
-
-class JobPrefetches:
-    """Has a prefetcher, if there is one, compute ahead for jobs that wait."""
-
-    def __init__(self, prefetcher: Prefetcher | None, after: float) -> None:
-        """Let `prefetcher` begin with a job `after` seconds; None for no prefetching."""
-        self._prefetcher, self._after = prefetcher, after
-
-    def begin(self, job: Job, turn_in: Callable[[], float]) -> None:
-        """A job begins to wait for its turn; `turn_in` tells how many seconds that will take."""
-        work = job.work
-        is_over_chunks = not (work.is_plain or work.is_chat)
-        if self._prefetcher is None or job.explained is not None or not is_over_chunks:
-            return
-        chunks: Any = job.inputs  # for its engine, which takes keys too
-        job.prefetch = self._prefetcher.want(
-            chunks,
-            namespace=work.namespace,
-            policy=work.policy,
-            after=self._after,
-            turn_in=turn_in,
-            scores=work.scores,
-            question=work.question,
-        )
-
-    def turn(self, job: Job) -> bool:
-        """A job is answered now; whether what it needs was made ready."""
-        if job.prefetch is None or self._prefetcher is None:
-            return False
-        return self._prefetcher.turn(job.prefetch)
-
-    def drop(self, job: Job) -> None:
-        """A job was taken back, or has ended without an answer."""
-        if job.prefetch is not None and self._prefetcher is not None:
-            self._prefetcher.drop(job.prefetch)

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as NotYetError
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from kvcache_rag.errors import (
     ContextTooLongError,
@@ -72,6 +72,8 @@ _SENT: Final = {
 }  # fmt: skip
 
 _STARTING: Final = new_lock()
+
+_Got = TypeVar("_Got")
 
 
 class Conversation(str):
@@ -309,19 +311,12 @@ class RemoteEngine(Reopened):
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
             RemoteServerError: If the server is not there, has no room or failed.
         """
-        cancelled = options.pop("cancelled", None)
-        emit = options.pop("emit", None)
-        for asked in self._fitting(question, chunks, options):
-            with suppress(_NotFittingError):
-                return asked.run(emit, cancelled)
-        raise AssertionError("the last attempt tells what is wrong")
+        cancelled, emit = options.pop("cancelled", None), options.pop("emit", None)
+        return self._fitted(question, chunks, options, lambda asked: asked.run(emit, cancelled))
 
     def stream(self, question: str, chunks: Sequence[Any] = (), **options: Any) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; it begins when the answer does."""
-        for asked in self._fitting(question, chunks, options):
-            with suppress(_NotFittingError):
-                return asked.open()
-        raise AssertionError("the last attempt tells what is wrong")
+        return self._fitted(question, chunks, options, _Asked.open)
 
     def complete(self, prompt: str, **options: Any) -> Answer:
         """Continue a text as it is, or answer a `Conversation`."""
@@ -441,10 +436,14 @@ class RemoteEngine(Reopened):
         """Nothing: a server keeps chunks as long as its limits let it."""
 
     # ------------------------------------------------------------------ requests
-    def _fitting(
-        self, question: str, chunks: Sequence[Any], options: dict[str, Any]
-    ) -> Iterator[_Asked]:
-        """The question over all chunks, and over fewer and fewer, as far as that is allowed."""
+    def _fitted(
+        self,
+        question: str,
+        chunks: Sequence[Any],
+        options: dict[str, Any],
+        ask: Callable[[_Asked], _Got],
+    ) -> _Got:
+        """Ask over all chunks, and over fewer and fewer, as far as that is allowed."""
         overflow = options.pop("overflow", "error")
         scores = options.pop("scores", None)
         options.pop("asked", None)  # the server knows which of its messages that is
@@ -456,19 +455,22 @@ class RemoteEngine(Reopened):
             documents = [{"text": text, "score": ranks[at]} for at, text in enumerate(texts)]
         # Of equal ones the first is better.
         by_score = sorted(range(len(texts)), key=lambda at: (ranks[at], -at))
-        for dropped in range(len(texts) + 1):
+        dropped = 0
+        while True:
             left = sorted(by_score[dropped:])
-            is_last = overflow == "error" or dropped == len(texts)
-            yield _Asked(
+            asked = _Asked(
                 self,
                 "/v1/chat/completions",
                 self._question(question, [documents[at] for at in left], dict(options)),
                 replaced={"dropped_chunks": dropped, "prefix_mismatch": mismatch},
-                is_last=is_last,
                 places=tuple(left),
             )
-            if is_last:
-                return
+            try:
+                return ask(asked)
+            except ContextTooLongError:
+                if overflow == "error" or not left:
+                    raise
+            dropped += 1
 
     def _question(
         self, question: str, documents: Sequence[Any], options: dict[str, Any]
@@ -551,10 +553,6 @@ class RemoteEngine(Reopened):
         return InvalidInputError(f"the server at {self.url} says: {error}")
 
 
-class _NotFittingError(Exception):
-    """A prompt is too long, and there are chunks that may be left out."""
-
-
 class _CutError(RemoteServerError):
     """A server was lost within an answer of which something was handed on."""
 
@@ -568,7 +566,6 @@ class _Asked:
         path: Of the server.
         body: Its fields; `max_time` is for who waits.
         replaced: What the metrics say that the server does not know.
-        is_last: Whether a prompt that is too long is an error.
         places: Of the documents in the body, their numbers as they were given.
     """
 
@@ -576,7 +573,6 @@ class _Asked:
     path: str
     body: dict[str, Any]
     replaced: Mapping[str, Any] = field(default_factory=dict)
-    is_last: bool = True
     places: tuple[int, ...] = ()
 
     def run(self, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
@@ -614,8 +610,6 @@ class _Asked:
             _wait(asyncio.run_coroutine_threadsafe(patient(), _loop()), is_over)
         except BaseException as error:
             told = engine._error(error) if isinstance(error, RefusedError) else error
-            if isinstance(told, ContextTooLongError) and not self.is_last:
-                told = _NotFittingError()
             if not course.opened.done():
                 course.opened.set_exception(told)
             raise told from None

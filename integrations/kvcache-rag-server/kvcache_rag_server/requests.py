@@ -1,12 +1,12 @@
 """What clients send: bodies with OpenAI's fields and ours, checked, and the request each makes.
 
 Fields that cannot be honoured are declared with the one value that changes nothing, so that the
-schema says what `errors` then explains; a field that is not declared is refused by name.
+schema says what `UNSUPPORTED` then explains; a field that is not declared is refused by name.
 """
 
 # FastAPI and pydantic read the annotations when routes and models are made, so none is postponed.
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -22,10 +22,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.integration.rows import document_text, fields_text
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.named import names_with_ratio
-from kvcache_rag_server.backend import BackendRequest
+from kvcache_rag.prompt.conversation import joined, opened, said
+from kvcache_rag.prompt.template import Message
+from kvcache_rag_server.backend import BAD_REQUEST, INVALID, BackendRequest, Failed
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext
@@ -136,54 +139,44 @@ Document = Annotated[
 """A chunk: a string, `{text}`, `{id, title, text}` or `{id, data}`, objects with their `score`."""
 
 
-def texts(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[str, ...]:
+def chunks_of(documents: Sequence[str | TextDocument | DataDocument]) -> dict[str, int]:
     """Chunks of documents in their order; equal ones once, empty ones left out.
 
     Args:
         documents: As they came.
+
+    Returns:
+        Of each chunk, which document it is; of equal ones the first.
     """
-    return tuple(map(text_of, map(documents.__getitem__, numbers(documents))))
-
-
-def numbers(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[int, ...]:
-    """Of each chunk that `texts` has of documents, which document it is; of equal ones the first.
-
-    Args:
-        documents: As they came.
-    """
-    firsts: dict[str, int] = {}
+    found: dict[str, int] = {}
     for at, text in enumerate(map(text_of, documents)):
         if text.strip():
-            firsts.setdefault(text, at)
-    return tuple(firsts.values())
+            found.setdefault(text, at)
+    return found
 
 
-def scored(
-    documents: Sequence[str | TextDocument | DataDocument],
-) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Chunks of documents as `texts` has them, and their scores if they have any.
-
-    Of equal ones the highest counts, wherever it stands.
+def scores_of(
+    documents: Sequence[str | TextDocument | DataDocument], chunks: Iterable[str]
+) -> tuple[float, ...] | None:
+    """Scores of chunks, if their documents have any; of equal ones the highest.
 
     Raises:
         ApiError: If some have a score and others have none.
     """
-    chunks = texts(documents)
     scores = [None if isinstance(one, str) else one.score for one in documents]
     known = [score for score in scores if score is not None]
     if not known:
-        return chunks, None
+        return None
     if len(known) < len(scores):
-        raise ApiError(
-            400,
+        message = (
             f"{len(known)} of {len(scores)} documents have a score; give every document one, or "
-            "none and send the best first",
-            param="documents",
+            "none and send the best first"
         )
+        raise _wrong(message, "documents")
     best: dict[str, float] = {}
     for text, score in zip(map(text_of, documents), known, strict=True):
         best[text] = max(score, best.get(text, score))
-    return chunks, tuple(best[text] for text in chunks)
+    return tuple(best[text] for text in chunks)
 
 
 def text_of(document: str | TextDocument | DataDocument) -> str:
@@ -202,6 +195,12 @@ _WITH_RATIO: Final = names_with_ratio()
 LARGEST: Final = 2**31 - 1
 
 _SEEDS: Final = 2**63
+
+# Below it, sampling only ever finds the likeliest token, and logits divided by it overflow.
+_COLDEST: Final = 1e-4
+
+DEFAULT_TOKENS: Final = 16
+"""Of a completion that says nothing else, as at OpenAI."""
 
 StopText = Annotated[SomeText, Field(max_length=256)]
 """A stop string; what it costs to look for one grows with its length."""
@@ -289,7 +288,7 @@ class KVCacheOptions(Sent):
         try:
             return policy_by_name(named) if named else None
         except InvalidInputError as error:
-            raise ApiError(400, str(error), param="kvcache.policy") from error
+            raise _wrong(str(error), "kvcache.policy") from error
 
     def _with_ratio(self, named: str) -> str:
         rest = ""
@@ -298,12 +297,11 @@ class KVCacheOptions(Sent):
             rest = "".join(numbers.partition(",")[1:])
         if named.lower() not in _WITH_RATIO:
             lack = f"{named!r} has none" if named else "none is named"
-            raise ApiError(
-                400,
+            message = (
                 f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {lack}; name one, "
-                "or leave kvcache.ratio out",
-                param="kvcache.ratio",
+                "or leave kvcache.ratio out"
             )
+            raise _wrong(message, "kvcache.ratio")
         return f"{named}:{self.ratio!r}{rest}"
 
 
@@ -344,6 +342,23 @@ class Asking(Sent):
     def stops(self) -> tuple[str, ...]:
         """Strings before which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `Engine.generate`: greedy, unless a temperature says otherwise.
+
+        A `top_p` or `top_k` without one samples at temperature 1, OpenAI's default.
+        """
+        temperature = self.temperature
+        narrowed = self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+        if temperature is None:
+            temperature = 1.0 if narrowed else 0.0
+        if temperature < _COLDEST:
+            return {}
+        overrides = {"top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
+        # The model's own generation config may narrow; OpenAI's clients expect what they say.
+        options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        return {**options, **{name: one for name, one in overrides.items() if one is not None}}
 
     @property
     def includes_usage(self) -> bool:
@@ -421,8 +436,27 @@ class CompletionRequest(Asking):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
-# Below it, sampling only ever finds the likeliest token, and logits divided by it overflow.
-_COLDEST: Final = 1e-4
+UNSUPPORTED: Final = {
+    "audio": "this server answers in text only; leave audio out",
+    "best_of": "one answer is given per request; leave best_of out or set it to 1",
+    "echo": "the prompt is not repeated; leave echo out",
+    "frequency_penalty": "frequency_penalty is not supported; leave it out or set it to 0",
+    "function_call": "functions are not supported; leave function_call out",
+    "functions": "functions are not supported; leave functions out",
+    "logit_bias": "logit_bias is not supported; leave it out",
+    "logprobs": "logprobs are not supported; leave logprobs out",
+    "modalities": 'this server answers in text only; leave modalities out or say ["text"]',
+    "n": "one answer is given per request; leave n out or set it to 1",
+    "prediction": "predicted outputs are not supported; leave prediction out",
+    "presence_penalty": "presence_penalty is not supported; leave it out or set it to 0",
+    "response_format": 'answers are plain text; leave response_format out or say {"type": "text"}',
+    "suffix": "a suffix is not supported; leave it out",
+    "tool_choice": "tools are not supported; leave tool_choice out",
+    "tool_calls": "calls of tools are not supported; leave tool_calls out",
+    "tools": "tools are not supported; leave tools out",
+    "top_logprobs": "logprobs are not supported; leave top_logprobs out",
+}
+"""What is told of fields that a request may carry only with the value that changes nothing."""
 
 
 def new_id(kind: str) -> str:
@@ -438,65 +472,92 @@ def check_model(context: AppContext, asked: str) -> None:
     """
     served = context.settings.name
     if asked != served:
-        raise ApiError(
-            404,
-            f"the model {asked[:100]!r} does not exist here; this server serves {served!r}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"the model {asked[:100]!r} does not exist here; this server serves {served!r}"
+        raise ApiError(Failed(404, INVALID, message, param="model", code="model_not_found"))
 
 
-def work_of(
-    context: AppContext, caller: Caller, body: Asking, *, kind: str, tokens: int, **asked: Any
-) -> BackendRequest:
-    """The request of a caller.
+def _wrong(message: str, param: str) -> ApiError:
+    return ApiError(Failed(BAD_REQUEST, INVALID, message, param=param))
 
-    Args:
-        context: The server's.
-        caller: Who asks.
-        body: Checked by its schema.
-        kind: Of its id.
-        tokens: Of the answer, at most.
-        asked: Fields of `BackendRequest` that only this API knows.
+
+# ---------------------------------------------------------------------- what they ask
+def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> BackendRequest:
+    """What a chat asks.
+
+    Raises:
+        ApiError: If the last message is not the user's, or another value cannot be used.
+    """
+    last = len(body.messages) - 1
+    if body.messages[last].role != "user" or not body.messages[last].text.strip():
+        message = "the last message must be the user's and have text; put the question there"
+        raise _wrong(message, f"messages[{last}]")
+    turns = [
+        said("system" if one.role == "developer" else one.role, one.text) for one in body.messages
+    ]
+    system: tuple[str, ...] = ()
+    if body.documents is None:
+        turns = opened(joined(turns), context.settings.system_prompt)
+    else:
+        told = (turn["content"] for turn in turns if turn["role"] == "system")
+        system = tuple(text for text in told if text.strip())
+        turns = joined(turn for turn in turns if turn["role"] != "system")
+    *history, question = turns
+    return _work(
+        context,
+        caller,
+        body,
+        id=new_id("chatcmpl"),
+        question=question["content"],
+        history=tuple(Message(turn["role"], turn["content"]) for turn in history),
+        system=system,
+        max_new_tokens=body.max_completion_tokens
+        or body.max_tokens
+        or min(DEFAULT_NEW_TOKENS, context.settings.max_answer_tokens),
+        is_chat=body.documents is None,
+    )
+
+
+def completion_work(context: AppContext, caller: Caller, body: CompletionRequest) -> BackendRequest:
+    """What a completion asks.
+
+    Raises:
+        ApiError: If a question over documents has no text, or another value cannot be used.
+    """
+    is_plain = body.documents is None
+    if not is_plain and not body.text.strip():
+        raise _wrong("the prompt is empty; ask something", "prompt")
+    return _work(
+        context,
+        caller,
+        body,
+        id=new_id("cmpl"),
+        question=body.text,
+        max_new_tokens=body.max_tokens or min(DEFAULT_TOKENS, context.settings.max_answer_tokens),
+        is_plain=is_plain,
+    )
+
+
+def _work(context: AppContext, caller: Caller, body: Asking, **asked: Any) -> BackendRequest:
+    """The request of a caller: what chat and completions have in common, and what was `asked`.
 
     Raises:
         ApiError: If the model is not served, or values do not go together.
     """
     check_model(context, body.model)
     if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400,
-            "stream_options is for streams only; leave it out or set stream to true",
-            param="stream_options",
-        )
+        message = "stream_options is for streams only; leave it out or set stream to true"
+        raise _wrong(message, "stream_options")
     reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None)
-    chunks, scores = scored(body.documents or ())
+    documents = body.documents or ()
+    chunks = chunks_of(documents)
     return BackendRequest(
-        id=new_id(kind),
-        chunks=chunks,
-        scores=scores,
+        chunks=tuple(chunks),
+        places=tuple(chunks.values()),
+        scores=scores_of(documents, chunks),
         namespace=caller.namespace,
         policy=reuse.chosen(context.settings.policy),
-        max_new_tokens=tokens,
         stop=body.stops,
-        options=sampling(body),
+        options=body.options,
         streaming=bool(body.stream),
         **asked,
     )
-
-
-def sampling(body: Asking) -> dict[str, Any]:
-    """Arguments of `generate()`: greedy, unless a temperature says otherwise.
-
-    A `top_p` or `top_k` without one samples at temperature 1, OpenAI's default.
-    """
-    temperature = body.temperature
-    narrowed = body.top_k is not None or (body.top_p is not None and body.top_p < 1)
-    if temperature is None:
-        temperature = 1.0 if narrowed else 0.0
-    if temperature < _COLDEST:
-        return {}
-    overrides = {"top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
-    # The model's own generation config may narrow; OpenAI's clients expect what they say.
-    options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-    return {**options, **{name: value for name, value in overrides.items() if value is not None}}

@@ -5,20 +5,22 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field, JsonValue
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from kvcache_rag.metrics import Answer, Metrics, MissReason
-from kvcache_rag_server.backend import Started
+from kvcache_rag_server.backend import BackendRequest, Started
 
 FinishReason = Literal["stop", "length"]
 
-CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
+STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would keep what it gets until its buffer is full
+}
 
 OWNER: Final = "kvcache-rag"
 """Of the models; clients know by it what server they ask."""
@@ -302,37 +304,46 @@ class CompletionForm(ABC):
     """Writes the answers of one request in what OpenAI's objects have in common.
 
     Attributes:
-        id: Of the answer.
+        work: The request.
         model: As it is served.
         includes_usage: Whether a stream ends with its usage.
-        numbers: Of each chunk, which document of the request it is.
         created: Seconds since the epoch.
     """
 
+    body: ClassVar[type[BaseModel]]
+    """Of an answer that is not streamed."""
     chunk_object: ClassVar[str]
     """Type of a chunk of a stream."""
 
-    id: str
+    work: BackendRequest
     model: str
     includes_usage: bool = False
-    numbers: tuple[int, ...] = ()
     created: int = field(default_factory=now)
 
     @abstractmethod
-    def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def choice(self, answer: Answer) -> BaseModel:
+        """The only choice of an answer that is not streamed."""
 
     @abstractmethod
     def said(self, text: str) -> dict[str, Any]:
         """What a chunk's choice says of a piece of text; "" at the end."""
 
-    def report(self, started: Started, answer: Answer) -> KVCacheReport:
-        """What the answer cost."""
-        return KVCacheReport.of(started, answer.metrics, self.numbers)
-
     def opening(self) -> list[dict[str, Any]]:
         """First events of a stream: none."""
         return []
+
+    def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        return plain(
+            self.body(
+                id=self.work.id,
+                created=self.created,
+                model=self.model,
+                choices=[self.choice(answer)],
+                usage=Usage.of(answer.metrics),
+                kvcache=KVCacheReport.of(started, answer.metrics, self.work.places),
+            )
+        )
 
     def piece(self, text: str) -> dict[str, Any]:
         """A chunk of text."""
@@ -341,7 +352,7 @@ class CompletionForm(ABC):
     def closing(self, started: Started, answer: Answer) -> list[dict[str, Any]]:
         """The chunk with the reason and the cost, and the usage if it is wanted."""
         last = self.chunk(self.said(""), reason_of(answer))
-        last["kvcache"] = plain(self.report(started, answer))
+        last["kvcache"] = plain(KVCacheReport.of(started, answer.metrics, self.work.places))
         if not self.includes_usage:
             return [last]
         usage = plain(Usage.of(answer.metrics))
@@ -351,13 +362,44 @@ class CompletionForm(ABC):
         """A chunk of one choice."""
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
         chunk: dict[str, Any] = {
-            "id": self.id,
+            "id": self.work.id,
             "object": self.chunk_object,
             "created": self.created,
             "model": self.model,
             "choices": [choice],
         }
         return {**chunk, "usage": None} if self.includes_usage else chunk
+
+
+class ChatForm(CompletionForm):
+    """Writes answers as OpenAI's chat objects."""
+
+    body = ChatCompletion
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, answer: Answer) -> ChatChoice:
+        message = AssistantMessage(content=answer.text)
+        return ChatChoice(message=message, finish_reason=reason_of(answer))
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunk that says who speaks."""
+        return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+class TextForm(CompletionForm):
+    """Writes answers as OpenAI's text completions."""
+
+    body = Completion
+    chunk_object = "text_completion"
+
+    def choice(self, answer: Answer) -> CompletionChoice:
+        return CompletionChoice(text=answer.text, finish_reason=reason_of(answer))
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
 def reason_of(answer: Answer) -> FinishReason:
@@ -368,35 +410,3 @@ def reason_of(answer: Answer) -> FinishReason:
 def frame(data: Mapping[str, Any]) -> bytes:
     """One event."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-class EventStream(Response):
-    """Sends frames as they come, and closes their source whatever happens."""
-
-    media_type = None
-
-    def __init__(
-        self, frames: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Send `frames`.
-
-        Args:
-            frames: Ends by itself when the client leaves.
-            close: Called at the end, even if no frame was ever asked for.
-        """
-        # Without a body, so that no length is announced.
-        self.status_code, self.background = 200, None
-        self._frames, self._close = frames, close
-        headers = {"content-type": CONTENT_TYPE, "cache-control": "no-cache"}
-        # nginx would keep what it gets until its buffer is full.
-        self.init_headers({**headers, "x-accel-buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in self._frames:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await self._frames.aclose()
-            await self._close()

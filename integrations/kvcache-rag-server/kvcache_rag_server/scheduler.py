@@ -11,9 +11,10 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -22,16 +23,16 @@ from kvcache_rag.forks import new_condition
 from kvcache_rag_server.backend import Started
 from kvcache_rag_server.errors import FAULT, SHUT_DOWN, failure, overloaded
 from kvcache_rag_server.prefetch import close_at_exit
-from kvcache_rag_server.queue import Job, JobPrefetches, Stage, TenantQueue
-from kvcache_rag_server.timings import Retry, Timings, saving
+from kvcache_rag_server.queue import Job, Stage, TenantQueue
 from kvcache_rag_server.worker import is_alike, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag_server.backend import BackendRequest, Event, Failed
     from kvcache_rag_server.prefetch import Prefetcher
+    from kvcache_rag_server.queue import Explained
     from kvcache_rag_server.worker import Served, Server
 
 _LOG = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class BatchRule:
 
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
-        self._times: LRUCache[Hashable, dict[int, Timings]] = LRUCache(KINDS)
-        self._passed: LRUCache[Hashable, Retry] = LRUCache(KINDS)
+        self._times: LRUCache[Hashable, dict[int, deque[float]]] = LRUCache(KINDS)
+        self._passed: LRUCache[Hashable, Counter[int]] = LRUCache(KINDS)
 
     @property
     def sizes(self) -> list[int]:
@@ -82,9 +83,7 @@ class BatchRule:
     def measured(self, kind: Hashable, size: int, seconds: float) -> None:
         """Note that `size` answers of a kind took `seconds` together."""
         times = self._times.setdefault(kind, {})
-        if size not in times:
-            times[size] = Timings(SAMPLES, FEWEST_SINGLES if size == 1 else 1)
-        times[size].note(size, seconds)
+        times.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
 
     def failed(self, kind: Hashable, size: int) -> None:
         """Note that a batch could not be answered as one: it takes for ever."""
@@ -93,9 +92,9 @@ class BatchRule:
 
     def seconds(self, kind: Hashable, size: int) -> float | None:
         """What `size` answers of a kind take together; None if too few were measured."""
-        times = self._times.get(kind, {}).get(size)
-        rate = None if times is None else times.rate()
-        return None if rate is None else rate * size
+        times = self._times.get(kind, {}).get(size, ())
+        # The median: one that was held up decides nothing.
+        return median(times) if len(times) >= (FEWEST_SINGLES if size == 1 else 1) else None
 
     def size(self, kind: Hashable, alike: int, behind: int) -> int:
         """How many requests to answer together now, 1 for no batch.
@@ -117,9 +116,13 @@ class BatchRule:
         best = max(possible, key=lambda size: self._saving(kind, single, size, alike + behind))
         if self._saving(kind, single, best, alike + behind) <= 0:
             best = 1
-        passed = self._passed.setdefault(kind, Retry(RETRY))
-        others = (size for size in (1, *possible) if size != best and size in self._times[kind])
-        return next(filter(passed.is_due, others), best)
+        passed = self._passed.setdefault(kind, Counter())
+        for other in (1, *possible):
+            if other != best and other in self._times[kind]:
+                passed[other] += 1
+                if passed[other] % RETRY == 0:
+                    return other
+        return best
 
     def _trial(self, kind: Hashable, single: float, possible: list[int]) -> int:
         """The smallest size without a time, if the one below was no slower than single answers."""
@@ -139,7 +142,7 @@ class BatchRule:
         behind = waiting - size
         together = (size + behind) * seconds
         apart = single * size * ((size + 1) / 2 + behind)
-        return saving(apart, together, share=SAVING)
+        return apart * (1 - SAVING) - together
 
 
 class ServiceTimes:
@@ -226,7 +229,7 @@ class Scheduler:
         """
         self.max_waiting = max_waiting
         self.warmed: Future[bool] = Future()
-        self._server, self._prefetches = server, JobPrefetches(prefetcher, prefetch_after)
+        self._server, self._prefetcher, self._prefetch_after = server, prefetcher, prefetch_after
         self._service = ServiceTimes(max_batch)
         self._changed = new_condition()
         self._queue = TenantQueue()
@@ -255,17 +258,18 @@ class Scheduler:
     def submit(
         self,
         work: BackendRequest,
-        deliver: Callable[[Event], None],
-        explained: Future[Mapping[str, Any]] | None = None,
+        deliver: Callable[[Event | Explained], None],
         keys: tuple[ChunkKey, ...] = (),
+        *,
+        explains: bool = False,
     ) -> Job | None:
         """Let a request wait for its turn.
 
         Args:
             work: The request.
             deliver: Takes its events, from any thread, and never blocks.
-            explained: Takes what would become of its prompt, in place of an answer.
             keys: Addresses of its chunks, if they are known.
+            explains: Whether it gets an `Explained` in place of an answer.
 
         Returns:
             What to give to `cancel`; None if it was refused, which was delivered.
@@ -277,7 +281,7 @@ class Scheduler:
                 deliver(refusal)
                 return None
             now, number = time.monotonic(), next(self._numbers)
-            job = Job(work, deliver, now, number, keys, explained)
+            job = Job(work, deliver, now, number, keys, explains)
             self._admit(job)
         return job
 
@@ -302,8 +306,18 @@ class Scheduler:
     def _admit(self, job: Job) -> None:
         self._queue.add(job)
         self._changed.notify_all()
-        place, service = self._queue.place(job), self._service
-        self._prefetches.begin(job, partial(service.turn_in, place, service.taken))
+        work, service = job.work, self._service
+        is_over_chunks = not (job.explains or work.is_plain or work.is_chat)
+        if self._prefetcher is not None and is_over_chunks:
+            job.prefetch = self._prefetcher.want(
+                job.inputs,
+                namespace=work.namespace,
+                policy=work.policy,
+                after=self._prefetch_after,
+                turn_in=partial(service.turn_in, self._queue.place(job), service.taken),
+                scores=work.scores,
+                question=work.question,
+            )
 
     def cancel(self, job: Job) -> None:
         """Take a request back: it leaves the queue, or stops at its next token."""
@@ -319,7 +333,8 @@ class Scheduler:
         """A job that waited ends; counted as `name`."""
         job.stage = Stage.ENDED
         self._counts[name] += 1
-        self._prefetches.drop(job)
+        if job.prefetch is not None and self._prefetcher is not None:
+            self._prefetcher.drop(job.prefetch)
         if event is not None:
             job.deliver(event)
 
@@ -412,15 +427,21 @@ class Scheduler:
         return alike[: self._service.size(head.work, len(alike), behind)]
 
     def _serve(self, jobs: list[Job]) -> None:
-        now, server, turn = time.monotonic(), self._server, self._prefetches.turn
-        if jobs[0].explained is not None:
-            server.explain(jobs[0], jobs[0].explained)
+        now, server = time.monotonic(), self._server
+        if jobs[0].explains:
+            server.explain(jobs[0])
             return
-        begun = [Started(now - job.arrived, turn(job), len(jobs)) for job in jobs]
+        begun = [Started(now - job.arrived, self._turn(job), len(jobs)) for job in jobs]
         is_single = len(jobs) == 1
         served = server.one(jobs[0], begun[0]) if is_single else server.together(jobs, begun)
         with self._changed:
             self._note(jobs, served)
+
+    def _turn(self, job: Job) -> bool:
+        """A job is answered now; whether what it needs was made ready."""
+        if job.prefetch is None or self._prefetcher is None:
+            return False
+        return self._prefetcher.turn(job.prefetch)
 
     def _note(self, jobs: list[Job], served: Served) -> None:
         wanted = sum(not job.cancelled.is_set() for job in jobs)
@@ -430,4 +451,4 @@ class Scheduler:
 
 
 def _are_alike(head: Job, other: Job) -> bool:
-    return head.explained is other.explained is None and is_alike(head.work, other.work)
+    return not (head.explains or other.explains) and is_alike(head.work, other.work)

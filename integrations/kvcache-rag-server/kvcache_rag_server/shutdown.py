@@ -15,13 +15,15 @@ import logging
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag_server.errors import SHUT_DOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
     from typing import NoReturn
+
+    from uvicorn.server import ServerState
 
     from kvcache_rag_server.backend import Backend
     from kvcache_rag_server.lifecycle import Exchanges
@@ -42,18 +44,6 @@ NEVER: Final = float("inf")
 _LOOK: Final = 0.02  # seconds between two looks whether all is over
 
 _FAILURE: Final = 1  # exit status
-
-
-class Connections(Protocol):
-    """What uvicorn knows of those who ask."""
-
-    @property
-    def connections(self) -> Collection[Any]:
-        """Open ones, which end as soon as nothing is answered there."""
-
-    @property
-    def tasks(self) -> Collection[asyncio.Task[None]]:
-        """Requests."""
 
 
 class Shutdown:
@@ -83,26 +73,26 @@ class Shutdown:
         else:
             self._forced = min(self._forced, time.monotonic())
 
-    async def run(self, connections: Connections, backend: Backend, exchanges: Exchanges) -> None:
+    async def run(self, asked: ServerState, backend: Backend, exchanges: Exchanges) -> None:
         """End what runs, and the backend.
 
         Args:
-            connections: All there are; no new ones come.
+            asked: Connections and requests that there are; no new ones come.
             backend: Answers; it is drained, then closed.
             exchanges: Requests that it answers.
         """
         if not self.is_begun:
             self.signal()
         draining = asyncio.create_task(backend.drain())
-        await self._until(self._margin_begins, connections)
+        await self._until(self._margin_begins, asked)
         closing = asyncio.create_task(backend.close())
         exchanges.end(lambda *_: SHUT_DOWN)
-        await self._until(lambda: (self._margin_begins() + self._grace_ends()) / 2, connections)
+        await self._until(lambda: (self._margin_begins() + self._grace_ends()) / 2, asked)
         self.is_cutting = True
-        for task in list(connections.tasks):
+        for task in list(asked.tasks):
             task.cancel()
-        await self._until(self._grace_ends, connections)
-        for connection in list(connections.connections):
+        await self._until(self._grace_ends, asked)
+        for connection in list(asked.connections):
             connection.transport.abort()
         while not closing.done() and time.monotonic() < self._model_wait_ends():
             await asyncio.sleep(_LOOK)
@@ -113,9 +103,9 @@ class Shutdown:
             if isinstance(ended, Exception):
                 _LOG.error("the backend did not end well", exc_info=ended)
 
-    async def _until(self, when: Callable[[], float], connections: Connections) -> None:
+    async def _until(self, when: Callable[[], float], asked: ServerState) -> None:
         """Wait until a time, or until nobody asks any more."""
-        while connections.connections or connections.tasks:
+        while asked.connections or asked.tasks:
             if time.monotonic() >= when():
                 return
             await asyncio.sleep(_LOOK)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from kvcache_rag.codecs import Codec
     from kvcache_rag.engine import Engine
     from kvcache_rag.stores import ChunkStore
     from kvcache_rag_server.backend import Backend
@@ -164,24 +163,7 @@ def open_store(settings: ServerSettings) -> ChunkStore:
 
     The limits hold for chunks and combinations together, so these get a part only.
     """
-    memory = MemoryStore(
-        _rest(settings.memory_bytes), ttl=settings.kv_ttl, codec=memory_codec(settings)
-    )
-    return _limited(settings, _rest).open_store(memory)
-
-
-def memory_codec(settings: ServerSettings) -> Codec | None:
-    """The form of chunks in memory; without a store they are as the model made them."""
-    return settings.memory_codec() if settings.kv_dir else None
-
-
-def _limited(
-    settings: ServerSettings, share: Callable[[int], int], **changes: Any
-) -> ServerSettings:
-    """Settings of a part of the store."""
-    limit = settings.kv_max_bytes
-    part = {"kv_max_bytes": None if limit is None else share(limit), **changes}
-    return settings.model_copy(update=part)
+    return _store(settings, lambda limit: limit - _part(limit))
 
 
 def open_combinations(settings: ServerSettings) -> ChunkStore:
@@ -190,27 +172,31 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
     A folder of their own, so that they never push out chunks; no command or sweep of the store
     around it takes it for a part of that.
     """
-    memory = MemoryStore(
-        _part(settings.memory_bytes),
-        tier=COMBINATIONS,
-        ttl=settings.kv_ttl,
-        codec=memory_codec(settings),
-    )
     if settings.kv_dir is None:
-        return memory
+        return _store(settings, _part, tier=COMBINATIONS)
     kind, place = "remote" if settings.is_remote else "disk", settings.kv_dir.rstrip("/")
-    below = _limited(settings, _part, kv_dir=f"{place}/{COMBINATIONS}")
-    return below.open_store(memory, tier=f"{COMBINATIONS}-{kind}")
+    below = settings.model_copy(update={"kv_dir": f"{place}/{COMBINATIONS}"})
+    return _store(below, _part, tier=COMBINATIONS, behind=f"{COMBINATIONS}-{kind}")
+
+
+def _store(
+    settings: ServerSettings, share: Callable[[int], int], *, tier: str = "", behind: str = ""
+) -> ChunkStore:
+    """A store that gets a share of each limit; its tiers are named, if need be.
+
+    Without a place the chunks in memory are as the model made them.
+    """
+    codec = settings.memory_codec() if settings.kv_dir else None
+    named: dict[str, Any] = {"tier": tier} if tier else {}
+    memory = MemoryStore(share(settings.memory_bytes), ttl=settings.kv_ttl, codec=codec, **named)
+    limit = settings.kv_max_bytes
+    part = settings.model_copy(update={"kv_max_bytes": None if limit is None else share(limit)})
+    return part.open_store(memory, **({"tier": behind} if behind else {}))
 
 
 def _part(limit: int) -> int:
     """Bytes of a limit that are for combinations."""
     return limit // _PART
-
-
-def _rest(limit: int) -> int:
-    """Bytes of a limit that are left for chunks."""
-    return limit - _part(limit)
 
 
 def _url(listener: socket.socket) -> str:

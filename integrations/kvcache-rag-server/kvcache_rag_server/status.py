@@ -8,7 +8,8 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path
 
-from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.backend import NOT_READY, SERVER_ERROR, Failed
+from kvcache_rag_server.errors import AGAIN, ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext
 from kvcache_rag_server.requests import check_model
@@ -105,13 +106,8 @@ def router(context: AppContext) -> APIRouter:
     async def ready() -> Status:
         """503 until the model has answered a first question to warm up."""
         if not await is_ready(context):
-            raise ApiError(
-                503,
-                "the model is not ready yet; ask again in a moment",
-                kind="server_error",
-                code="not_ready",
-                retry_after=1.0,
-            )
+            message = "the model is not ready yet; ask again in a moment"
+            raise ApiError(Failed(NOT_READY, SERVER_ERROR, message, AGAIN, code="not_ready"))
         return Status(status="ready")
 
     return routes

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +21,10 @@ from kvcache_rag.generation.telemetry import continued
 from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece, Started
 from kvcache_rag_server.errors import USERS, failure
+from kvcache_rag_server.queue import Explained
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.metrics import Answer
@@ -182,29 +180,18 @@ class Server:
             job.deliver(begun)
         return answer
 
-    def explain(self, job: Job, explained: Future[Mapping[str, Any]]) -> None:
-        """Say what would become of a job's prompt; what goes wrong is raised where it is read.
-
-        Args:
-            job: Whose prompt it is.
-            explained: Takes it, unless it was refused meanwhile.
-        """
+    def explain(self, job: Job) -> None:
+        """Say what would become of a job's prompt."""
         work, engine = job.work, self.engines.of(job.work.namespace)
-        question = grounded(engine, work)[0]
-        try:
-            explanation = engine.explain(
-                question,
-                work.chunks,
-                policy=work.policy,
-                history=work.history,
-                scores=work.scores,
-                asked=work.question,
-            )
-            tell = partial(explained.set_result, explanation.to_dict())
-        except Exception as error:  # whatever it is, the next job has to be answered
-            tell = partial(explained.set_exception, error)
-        with suppress(InvalidStateError):
-            tell()
+        explanation = engine.explain(
+            grounded(engine, work)[0],
+            work.chunks,
+            policy=work.policy,
+            history=work.history,
+            scores=work.scores,
+            asked=work.question,
+        )
+        job.deliver(Explained(explanation.to_dict()))
 
     def together(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
         """Answer jobs that are alike in one batch; one by one if it fails, so that each knows why.

@@ -34,6 +34,8 @@ from kvcache_rag import (
     TieredStore,
 )
 from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.language import Abilities
 from kvcache_rag_server.backend import Finished, Started
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.prefetch import Prefetcher, twin
@@ -279,6 +281,13 @@ def test_a_twin_shares_weights_on_the_same_device_and_makes_the_same_keys() -> N
     answer = engine.generate(QUESTION, TEXTS, max_new_tokens=8)
     assert answer.metrics.misses == 0
     assert answer.text == reader().generate(QUESTION, TEXTS, max_new_tokens=8).text
+
+
+def test_a_model_that_cannot_be_copied_has_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = property(lambda _: Abilities(cannot_copy="a model in stone cannot be copied"))
+    monkeypatch.setattr(TransformersModel, "abilities", alone)
+    with pytest.raises(InvalidInputError, match="in stone cannot be copied to prefetch beside"):
+        twin(reader(), "cpu")
 
 
 def test_a_second_engine_of_other_keys_is_refused() -> None:

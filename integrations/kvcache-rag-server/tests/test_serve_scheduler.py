@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from serve_works import PATIENCE, Desk, Inbox, make_work, serve_threads
 
 from kvcache_rag_server.backend import Failed, Finished, Started
-from kvcache_rag_server.queue import Job
+from kvcache_rag_server.queue import Explained, Job
 from kvcache_rag_server.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -191,13 +190,13 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
 def test_explanations_take_turns_with_answers(schedule: Callable[..., Held]) -> None:
     held = schedule()
     held.hold()
-    found: list[Future[Any]] = [Future() for _ in range(8)]
+    found = [Inbox() for _ in range(8)]
     for number, explained in enumerate(found):
         work = make_work(number, namespace="evil")
-        held.scheduler.submit(work, Inbox(), explained=explained)
+        held.scheduler.submit(work, explained, explains=True)
     _, (inbox,) = held.submit(make_work(9, namespace="good"))
     held.release()
     assert isinstance(inbox.last(), Finished)
-    assert all(one.result(PATIENCE) == {} for one in found)
+    assert all(one.last() == Explained({}) for one in found)
     assert held.desk.answered.index(["work-9"]) == 1
     assert len(held.desk.answered) == 9, "one at a time"

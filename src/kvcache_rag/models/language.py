@@ -42,12 +42,13 @@ class StoppedError(Exception):
 class Abilities:
     """What a model can do beside a full prefill.
 
-    What it cannot is said: why, and but for the first three what to do instead; "" if it can.
+    What it cannot is said: why, and but for the first four what to do instead; "" if it can.
 
     Attributes:
         cannot_capture: Why no chunk of it can be kept.
         cannot_move: Why chunks stay where they were computed.
         cannot_overlap: Why chunks cannot overlap in position.
+        cannot_copy: Why there is no second one with its weights.
         cannot_choose: Why single tokens of chunks cannot be computed again.
         cannot_observe: Why nobody sees what they would be chosen by inside the model.
         cannot_weigh: Why attention to chunks cannot be scaled.
@@ -62,6 +63,7 @@ class Abilities:
     cannot_capture: str = ""
     cannot_move: str = ""
     cannot_overlap: str = ""
+    cannot_copy: str = ""
     cannot_choose: str = ""
     cannot_observe: str = ""
     cannot_weigh: str = ""

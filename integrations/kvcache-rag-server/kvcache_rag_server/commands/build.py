@@ -269,20 +269,13 @@ def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
         "namespace": build.settings.namespace,
         "spec": tally.spec,
         "is_complete": reading.is_complete and tally.done == reading.texts_found,
-        "prefilled": tally.prefilled,
-        "there": tally.there,
-        "failed": tally.failed,
-        "repeated": reading.repeated,
-        "empty": reading.empty,
-        "unreadable": reading.unreadable,
-        "tokens": tally.tokens,
-        "prefilled_tokens": tally.prefilled_tokens,
+        **{name: getattr(tally, name) for name in ("prefilled", "there", "failed")},
+        **{name: getattr(reading, name) for name in ("repeated", "empty", "unreadable")},
+        **{name: getattr(tally, name) for name in ("tokens", "prefilled_tokens")},
         "tokens_per_second": tally.tokens_per_second,
         "bytes": tally.nbytes,
         "seconds": tally.seconds,
-        "failures": [
-            {"name": failure.name, "reason": failure.reason} for failure in tally.failures
-        ],
+        "failures": [{"name": one.name, "reason": one.reason} for one in tally.failures],
         "problems": [{"name": name, "reason": reason} for name, reason in reading.problems],
     }
 

@@ -9,10 +9,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options, ready
+from kvcache_rag.commands.options import add_options
 from kvcache_rag.commands.which_model import no_model
 from kvcache_rag_server.commands import serve
-from kvcache_rag_server.listening import listening
 
 if TYPE_CHECKING:
     import argparse
@@ -36,19 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(settings.model, "playground tiny"):
         return serve.REFUSED
     serve.log_to_stderr("warning")
-
-    def announce(line: str, page: str) -> None:
-        print(f"kvcache-rag: {line}; look at {page}", flush=True)
-        if not arguments.no_browser:
-            # Some browsers return when they are closed; the server answers meanwhile.
-            threading.Thread(target=_visit, args=(page,), daemon=True).start()
-
-    with listening(settings.host, settings.port) as listener:
-        ready(settings)
-        from kvcache_rag_server import startup
-
-        startup.run(settings, listener, announce)
-    serve.say_end(settings)
+    serve.serve(settings, None if arguments.no_browser else _visit)
     return 0
 
 
@@ -56,6 +43,11 @@ kept = serve.kept
 
 
 def _visit(page: str) -> None:
+    # Some browsers return when they are closed; the server answers meanwhile.
+    threading.Thread(target=_open, args=(page,), daemon=True).start()
+
+
+def _open(page: str) -> None:
     import webbrowser
 
     if not webbrowser.open(page):

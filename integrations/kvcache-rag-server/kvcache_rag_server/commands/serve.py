@@ -14,6 +14,7 @@ from kvcache_rag_server.listening import listening
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from kvcache_rag_server.settings import ServerSettings
 
@@ -65,15 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         return REFUSED
     log_to_stderr(arguments.log_level)
 
-    def announce(line: str, page: str) -> None:
-        print(f"kvcache-rag: {line}; look at {page}", flush=True)
-
-    with listening(settings.host, settings.port) as listener:
-        ready(settings)
-        from kvcache_rag_server import startup
-
-        startup.run(settings, listener, announce)
-    say_end(settings)
+    serve(settings)
     return 0
 
 
@@ -82,8 +75,24 @@ def kept(arguments: argparse.Namespace) -> str:
     return "nothing was served yet"
 
 
-def say_end(settings: ServerSettings) -> None:
-    """Say that the server ended as it was told to, and what is left of it."""
+def serve(settings: ServerSettings, visit: Callable[[str], None] | None = None) -> None:
+    """Serve until Ctrl-C, and say where, and at the end what is left.
+
+    Args:
+        settings: What to serve.
+        visit: Called with the URL of the page to look at, once it is there.
+    """
+
+    def announce(line: str, page: str) -> None:
+        print(f"kvcache-rag: {line}; look at {page}", flush=True)
+        if visit is not None:
+            visit(page)
+
+    with listening(settings.host, settings.port) as listener:
+        ready(settings)
+        from kvcache_rag_server import startup
+
+        startup.run(settings, listener, announce)
     left = f"chunks in {settings.kv_dir} are kept" if settings.kv_dir else "chunks were in memory"
     print(f"kvcache-rag: stopped; {left}", file=sys.stderr)
 

@@ -137,31 +137,6 @@ class Tally:
         return self.prefilled_tokens / self.seconds if self.prefilled_tokens else 0.0
 
 
-class Progress:
-    """Shows a tally while it grows.
-
-    Attributes:
-        tally: What is shown.
-    """
-
-    def __init__(self, tally: Tally) -> None:
-        """Show nothing yet; how many texts there are is known at the end only."""
-        self.tally = tally
-        self._bar: Any = progress_bar(None, "build", " chunks", show=True)
-
-    def update(self) -> None:
-        """Show what the tally says now."""
-        tally = self.tally
-        self._bar.set_postfix_str(
-            f"{tally.there} there, {tally.tokens_per_second:.0f} tokens/s", refresh=False
-        )
-        self._bar.update(tally.done - self._bar.n)
-
-    def close(self) -> None:
-        """Leave the last state standing."""
-        self._bar.close()
-
-
 @dataclass
 class Build:
     """A build, while it runs and when it is over.
@@ -199,18 +174,24 @@ class Build:
             InvalidInputError: If the corpus has no text, or nothing can be stored.
             KVCacheRagError: If the model cannot be used, or workers die and die.
         """
-        progress = Progress(self.tally)
+        tally = self.tally
+        running = closing(self.workers.run(self.settings, self.reading, self.batch))
+        # How many texts there are is known at the end only.
+        bar: Any = progress_bar(None, "build", " chunks", show=True)
         try:
-            with closing(self.workers.run(self.settings, self.reading, self.batch)) as reports:
+            with bar, running as reports:
                 for report in reports:
-                    self.tally.add(report)
-                    progress.update()
+                    tally.add(report)
+                    bar.set_postfix_str(
+                        f"{tally.there} there, {tally.tokens_per_second:.0f} tokens/s",
+                        refresh=False,
+                    )
+                    bar.update(tally.done - bar.n)
                     if report.refusal:
                         raise InvalidInputError(report.refusal)
         finally:
-            progress.close()
             self._tidy()
-        if not self.tally.done and not self.reading.unreadable:
+        if not tally.done and not self.reading.unreadable:
             raise InvalidInputError("there is no text in the corpus; nothing was built")
 
     def _tidy(self) -> None:

@@ -434,7 +434,7 @@ class VLLMBackend:
             ApiError: If a chunk was not stored, or the server shuts down.
         """
         if self._is_closed:
-            raise ApiError.of(SHUT_DOWN)
+            raise ApiError(SHUT_DOWN)
         written = await in_thread(self._prompts.context, work.chunks, work.namespace)
         wanted = {one.name: one for one in _all_of(work.namespace, written.ids, written.chunks)}
         room = asyncio.Semaphore(_STORED_AT_ONCE * len(self._engines))
@@ -446,12 +446,8 @@ class VLLMBackend:
         found = await asyncio.gather(*map(stored, wanted.values()))
         why = next((one.why for one in found if one.why), "")
         if why:
-            raise ApiError(
-                NOT_READY,
-                f"not every document is stored: {why}; send them again later",
-                kind=OVERLOADED,
-                retry_after=AGAIN,
-            )
+            message = f"not every document is stored: {why}; send them again later"
+            raise ApiError(Failed(NOT_READY, OVERLOADED, message, AGAIN))
         return Prefilled(
             len(wanted),
             sum(len(one.ids) - one.params.prefix for one in wanted.values()),
@@ -502,7 +498,7 @@ class VLLMBackend:
         known = {self._identity(url) for url, spec in self._specs.items() if spec}
         if len(known) != 1:
             what = "say different things of themselves" if known else "do not say what they are"
-            raise ApiError(NOT_READY, f"the servers of vLLM {what}", kind=OVERLOADED)
+            raise ApiError(Failed(NOT_READY, OVERLOADED, f"the servers of vLLM {what}"))
         return known.pop()
 
     def _identity(self, url: str) -> Identity:
