@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.generation.request import StoredChunk
+from kvcache_rag.generation.question import StoredChunk
 from kvcache_rag_server.prefetch import keys_of
 
 if TYPE_CHECKING:

@@ -29,9 +29,7 @@ from kvcache_rag.integration import (
     written,
 )
 from kvcache_rag.policies import ReusePolicy  # noqa: TC001  # pydantic reads it
-from langchain_kvcache_rag.calls import INTERNAL
 from langchain_kvcache_rag.messages import documents_of
-from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.retrieved import watch
 from langchain_kvcache_rag.shared import Shared
 
@@ -46,6 +44,10 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
     from kvcache_rag.integration import References
 
+PROVIDER: Final = "kvcache-rag"
+"""Name of this integration in traces and in `response_metadata`."""
+INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
+"""What LangChain says to itself in the arguments of a call."""
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
     *("base_url", *DeviceOption.model_fields),
