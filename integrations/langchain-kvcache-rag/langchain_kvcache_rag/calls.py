@@ -71,7 +71,7 @@ class Call:
 
     def run(self, cancelled: threading.Event | None = None) -> Answer:
         """Answer; stops at the next token once `cancelled` is set."""
-        return self.asked.answer(self.engine, self.options, cancelled)
+        return self.asked.answer(self.engine, {**self.options, "cancelled": cancelled})
 
     def open(self) -> AnswerStream:
         return self.asked.stream(self.engine, self.options)

@@ -18,7 +18,6 @@ from kvcache_rag.prompt.conversation import instructed, joined, said
 from kvcache_rag.prompt.scores import scores_by_step
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from typing_extensions import Self
@@ -108,15 +107,12 @@ class SourcedQuestion:
         """A text that is continued as it is."""
         return cls(Question(text, is_completion=True), prompt=prompt)
 
-    def answer(
-        self, engine: Engine, options: Mapping[str, Any], cancelled: threading.Event | None = None
-    ) -> Answer:
+    def answer(self, engine: Engine, options: Mapping[str, Any]) -> Answer:
         """Answer; `options` of the call win over those of the question."""
         asked = self.question
         if asked.is_completion:
-            return engine.complete(asked.text, cancelled=cancelled, **options)
-        given = {**asked.options, **options}
-        return engine.generate(asked.text, asked.chunks, cancelled=cancelled, **given)
+            return engine.complete(asked.text, **options)
+        return engine.generate(asked.text, asked.chunks, **{**asked.options, **options})
 
     def stream(self, engine: Engine, options: Mapping[str, Any]) -> AnswerStream:
         """`answer`, piece by piece."""

@@ -14,7 +14,7 @@ from kvcache_rag.errors import NamedArguments
 from kvcache_rag.generation import cancellable
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
-from llama_index.kvcache_rag.references import chunks_of, llm_text
+from llama_index.kvcache_rag.references import llm_text, source_of
 
 if TYPE_CHECKING:
     import threading
@@ -80,7 +80,7 @@ class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
         texts = [llm_text(one.node) for one in nodes]
         read = [number for number, text in enumerate(texts) if text.strip()]
         engine = llm.engine
-        chunks = chunks_of([nodes[one].node for one in read], [texts[one] for one in read], engine)
+        chunks = [source_of(nodes[one].node, texts[one]).chunk(engine) for one in read]
         relevance: tuple[float, ...] = ()
         if chunks:
             relevance = engine.read(question, chunks, cancelled=cancelled).relevance
