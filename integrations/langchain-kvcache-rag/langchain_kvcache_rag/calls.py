@@ -100,6 +100,7 @@ def read_call(
     """
     options = call_options(llm, stop, given)
     engine, shared = llm.engine, llm._shared
+    forms = ConversationForms.of(engine)
     schema = options.pop("json_schema", None)
     suffix = "" if schema is None else json_instruction(schema)
     said = said_messages(messages, documents_in if llm.match_chunks else None)
@@ -115,8 +116,8 @@ def read_call(
                 "an answer cannot be held to json_schema and call tools at once; bind one of them, "
                 "or give an agent response_format=ToolStrategy(...)"
             )
-        options = shared.grammars(engine).held(schema, options)
-    form = ConversationForms.of(engine).form(turns, choice, values, is_held=schema is not None)
+        options = forms.grammars.held(schema, options)
+    form = forms.form(turns, choice, values, is_held=schema is not None)
     if form.is_fallback:
         shared.warn_once("tools", JSON_FORM)
     options = with_form(options, form, is_grounded=read.is_grounded)

@@ -24,7 +24,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from kvcache_rag.generation import cancellable
-from kvcache_rag.integration import JsonGrammars
+from kvcache_rag.integration import ConversationForms
 from llama_index.kvcache_rag.matching import Ask, writing
 from llama_index.kvcache_rag.options import ending_with
 from llama_index.kvcache_rag.prefilling import prefill_nodes
@@ -318,18 +318,10 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             MissingExtraError: If llguidance is not installed.
             InvalidInputError: If decoding cannot be held to the schema.
         """
-        self._json_grammars.processor(schema)
+        ConversationForms.of(self.engine).grammars.processor(schema)
         options = {**self.generate_kwargs, "json_schema": schema}
         # A prompt that asks for objects stays as it is.
         return self.model_copy(update={"generate_kwargs": options, "match_chunks": False})
-
-    @property
-    def _json_grammars(self) -> JsonGrammars:
-        engine = self.engine
-        with self._loading:
-            if self._grammars is None:
-                self._grammars = JsonGrammars(engine.model, engine.tokenizer)
-            return self._grammars
 
     def _chosen(self, asked: Prompt) -> Prompt:
         """What is asked, under the policy of the LLM where it has none."""
@@ -344,7 +336,11 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         if self.stopping_ids:
             given.setdefault("eos_token_id", ending_with(self.stopping_ids, self.engine.model))
         schema = given.pop("json_schema", None)
-        return given if schema is None else self._json_grammars.held(schema, given)
+        return (
+            given
+            if schema is None
+            else ConversationForms.of(self.engine).grammars.held(schema, given)
+        )
 
     def _last(
         self, kwargs: Mapping[str, Any], note: Callable[[CompletionResponse], object] | None = None

@@ -24,7 +24,6 @@ from kvcache_rag.errors import expanded
 from kvcache_rag.integration import (
     ConversationForms,
     EngineOptions,
-    JsonGrammars,
     MetadataWatch,
     StoreOptions,
     check_spelling,
@@ -36,8 +35,8 @@ from kvcache_rag.integration import (
     refuse_unknown,
     remote_engine,
     rendered,
-    said_options,
 )
+from kvcache_rag.integration.engine import refuse_beside_engine, refuse_beside_server
 from llama_index.kvcache_rag.options import plain, turn
 from llama_index.kvcache_rag.watching import watch
 
@@ -77,8 +76,7 @@ _SETTINGS: Final = (*StoreOptions.model_fields, *EngineOptions.model_fields, "de
 # loaded model; a `context_window` is what LlamaIndex is told.
 _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_kwargs")
 
-# Changes answers, and a server has its own.  Where keys and values lie, and on which device they
-# are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
+# Changes answers, and a server has its own.
 _OF_THE_MODEL: Final = (
     *("adapter", "auxiliary", "backend", "gate", "none_below", "stopping_ids"),
     "tokenizer_name",
@@ -132,7 +130,6 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
     _loads: bool = PrivateAttr(default=True)
     _loading: Any = PrivateAttr(default_factory=threading.Lock)
     _warned: set[str] = PrivateAttr(default_factory=set)
-    _grammars: JsonGrammars | None = PrivateAttr(default=None)
     _watch: Any = PrivateAttr(default_factory=MetadataWatch)
 
     def __init__(
@@ -175,7 +172,9 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
         except ValidationError as error:
             raise first_problem(error.errors()) from error
         if engine is not None:
-            refuse_beside_engine(self, model=model, tokenizer=tokenizer, base_url=self.base_url)
+            names = [name for name in _SETTINGS if name not in _HARMLESS]
+            own = {name: getattr(self, name) for name in ("base_url", *names)}
+            refuse_beside_engine({**own, "model": model, "tokenizer": tokenizer})
         else:
             refuse_without_model(self, model=model, tokenizer=tokenizer)
         self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
@@ -374,34 +373,13 @@ def refuse_without_model(llm: LLMSettings, *, model: Any, tokenizer: Any) -> Non
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
 
 
-def refuse_beside_engine(llm: LLMSettings, **given: Any) -> None:
-    """Refuse what only a new engine could use, of settings and of `given`.
-
-    Raises:
-        InvalidInputError: Naming it.
-    """
-    settings = {name: getattr(llm, name) for name in _SETTINGS if name not in _HARMLESS}
-    clash = [*said_options({**settings, **given})]
-    if clash:
-        raise InvalidInputError(
-            f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
-        )
-
-
 def _remote(llm: LLMSettings, **given: Any) -> Engine:
     """An engine of another machine; where one of this process would be, it is not asked."""
     if llm.has_own_form:
         given["messages_to_prompt or completion_to_prompt"] = True
     for name in _OF_THE_MODEL:
         given[name] = getattr(llm, name)
-    if llm.weight_format in ("int8", "int4"):
-        given["weight_format"] = llm.weight_format
-    clash = [*said_options(given)]
-    if clash:
-        raise InvalidInputError(
-            f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "
-            "server's to say; leave it out"
-        )
+    refuse_beside_server(given, llm.weight_format)
     key = llm.api_key
     return remote_engine(
         str(llm.base_url),
