@@ -145,7 +145,7 @@ class RemoteForms(ConversationForms):
         return True
 
     @property
-    def grammars(self) -> NoReturn:  # type: ignore[override]  # they are over a tokenizer
+    def grammars(self) -> NoReturn:
         """Nobody has any here."""
         raise _elsewhere(self._url)
 

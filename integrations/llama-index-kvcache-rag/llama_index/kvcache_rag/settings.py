@@ -173,8 +173,8 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
             raise first_problem(error.errors()) from error
         if engine is not None:
             names = [name for name in _SETTINGS if name not in _HARMLESS]
-            own = {name: getattr(self, name) for name in ("base_url", *names)}
-            refuse_beside_engine({**own, "model": model, "tokenizer": tokenizer})
+            settings = {name: getattr(self, name) for name in ("base_url", *names)}
+            refuse_beside_engine({**settings, "model": model, "tokenizer": tokenizer})
         else:
             refuse_without_model(self, model=model, tokenizer=tokenizer)
         self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None

@@ -76,7 +76,7 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         nodes = bound_args.arguments.get("nodes")
         if isinstance(instance, BaseSynthesizer) and isinstance(nodes, list):
             _know_all(nodes)
-            llm = getattr(instance, "_llm", None)
+            llm: Any = getattr(instance, "_llm", None)
             if getattr(llm, "match_chunks", False):
                 for one in nodes:
                     if isinstance(one, NodeWithScore):
