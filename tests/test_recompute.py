@@ -27,8 +27,8 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import DiskStore, Engine, FullRecompute, InvalidInputError, MemoryStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.generation.bound import Question
 from kvcache_rag.generation.context import Prompt
+from kvcache_rag.generation.question import Question
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.policies.selection import candidates

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvcache_rag import BestFew
-from kvcache_rag.generation.request import StoredChunk, retrieved_chunks
+from kvcache_rag.generation.question import StoredChunk
+from kvcache_rag.generation.request import retrieved_chunks
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.policies.bestfew import MOST, NEAR
 from kvcache_rag.policies.relevance import Retrieved

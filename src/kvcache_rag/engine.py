@@ -26,7 +26,7 @@ from kvcache_rag.errors import (
     refuse_unknown,
 )
 from kvcache_rag.generation import telemetry
-from kvcache_rag.generation.bound import Bound, Planned, Question, loader_of
+from kvcache_rag.generation.bound import Bound, Planned, loader_of
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
@@ -34,9 +34,9 @@ from kvcache_rag.generation.joint import COMBINATION_BYTES
 from kvcache_rag.generation.options import AnswerOptions, CompletionOptions, shows, without_none
 from kvcache_rag.generation.policy_guard import PolicyGuard
 from kvcache_rag.generation.prompt_memory import PromptMemory
+from kvcache_rag.generation.question import ChunkInput, Question
 from kvcache_rag.generation.request import (
     Asked,
-    ChunkInput,
     OtherLengthsError,
     Planner,
     checked_nats,

@@ -146,6 +146,11 @@ class RemoteForms(ConversationForms):
         """The server writes prompts of messages, with whatever it has."""
         return True
 
+    @property
+    def grammars(self) -> NoReturn:
+        """Nobody has any here."""
+        raise _elsewhere(self._url)
+
     def form(
         self,
         turns: Sequence[Mapping[str, Any]],
@@ -175,6 +180,13 @@ class RemoteForms(ConversationForms):
         return ConversationForm(
             tuple(written), {}, "", None, thinks=False, choice=choice, is_native=False
         )
+
+
+def _elsewhere(url: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"this needs model and tokenizer, which the server at {url} has; leave base_url out, or do "
+        "without schemas, tools and counted tokens"
+    )
 
 
 class RemoteEngine(Reopened):
@@ -287,18 +299,12 @@ class RemoteEngine(Reopened):
     @property
     def model(self) -> NoReturn:
         """Nobody has it here."""
-        raise self._elsewhere()
+        raise _elsewhere(self.url)
 
     @property
     def tokenizer(self) -> NoReturn:
         """Nobody has it here."""
-        raise self._elsewhere()
-
-    def _elsewhere(self) -> InvalidInputError:
-        return InvalidInputError(
-            f"this needs model and tokenizer, which the server at {self.url} has; leave base_url "
-            "out, or do without schemas, tools and counted tokens"
-        )
+        raise _elsewhere(self.url)
 
     # ------------------------------------------------------------------ answers
     def generate(self, question: str, chunks: Sequence[Any] = (), **options: Any) -> Answer:

@@ -19,8 +19,7 @@ from langchain_core.runnables.config import get_config_list
 from kvcache_rag import KVCacheRagError
 from kvcache_rag.forks import new_lock
 from kvcache_rag.generation import cancellable
-from langchain_kvcache_rag.calls import with_policy
-from langchain_kvcache_rag.messages import Grounded
+from langchain_kvcache_rag.calls import read_call, with_policy
 
 if TYPE_CHECKING:
     import threading
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Answer
     from langchain_kvcache_rag.calls import Call
-    from langchain_kvcache_rag.chat_model import ChatKVCache
+    from langchain_kvcache_rag.settings import ChatSettings
 
 # They belong to one prompt, or watch one.
 _SINGLE: Final = frozenset(
@@ -50,6 +49,7 @@ _SINGLE: Final = frozenset(
         "tools",
     )
 )
+_OF_A_ROW: Final = ("history", "scores", "asked")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def ready_answer(call: Call) -> Answer | None:
 
 
 def batch(
-    llm: ChatKVCache,
+    llm: ChatSettings,
     inputs: Sequence[LanguageModelInput],
     config: RunnableConfig | list[RunnableConfig] | None,
     return_exceptions: bool,
@@ -101,7 +101,7 @@ def batch(
 
 
 async def abatch(
-    llm: ChatKVCache,
+    llm: ChatSettings,
     inputs: Sequence[LanguageModelInput],
     config: RunnableConfig | list[RunnableConfig] | None,
     return_exceptions: bool,
@@ -118,7 +118,7 @@ async def abatch(
 
 
 def _answers(
-    llm: ChatKVCache,
+    llm: ChatSettings,
     inputs: Sequence[LanguageModelInput],
     config: RunnableConfig | list[RunnableConfig] | None,
     kwargs: Mapping[str, Any],
@@ -135,7 +135,7 @@ def _answers(
     return [ready for group in groups for ready in _together(group, cancelled)]
 
 
-def _can_share(llm: ChatKVCache, kwargs: Mapping[str, Any]) -> bool:
+def _can_share(llm: ChatSettings, kwargs: Mapping[str, Any]) -> bool:
     given = {**llm.generate_kwargs, **kwargs}
     if llm.streaming or any(given.get(name) is not None for name in _SINGLE):
         return False
@@ -145,15 +145,15 @@ def _can_share(llm: ChatKVCache, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _read(
-    llm: ChatKVCache, given: LanguageModelInput, config: RunnableConfig, kwargs: Mapping[str, Any]
+    llm: ChatSettings, given: LanguageModelInput, config: RunnableConfig, kwargs: Mapping[str, Any]
 ) -> Call | None:
     options = with_policy(config, kwargs)
     try:
         messages = llm._convert_input(given).to_messages()
-        call = llm._call(messages, options.pop("stop", None), options)
+        call = read_call(llm, messages, options.pop("stop", None), options)
     except Exception:  # LangChain refuses messages with errors of many types
         return None  # it will say so when it is asked
-    return call if isinstance(call.asked, Grounded) else None
+    return None if call.asked.question.is_completion else call
 
 
 def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[_Ready]:
@@ -161,12 +161,10 @@ def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[
     calls = [call for call in calls if call.options == calls[0].options]
     if len(calls) < 2:
         return []
-    questions = [
-        (question, call.chunks(call.asked), history, call.scores(call.asked), call.asked.asked)
-        for call in calls
-        if isinstance(call.asked, Grounded)
-        for question, history in [call.question]
-    ]
+    questions: list[Any] = []
+    for call in calls:
+        asked, own = call.asked.question, {**call.asked.question.options, **call.options}
+        questions.append((asked.text, asked.chunks, *(own[name] for name in _OF_A_ROW)))
     first = calls[0]
     try:
         answers = first.engine.generate_batch(questions, cancelled=cancelled, **first.options)
@@ -180,5 +178,5 @@ def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[
 
 
 def _of_call(call: Call, answer: Answer) -> Answer:
-    mismatch = isinstance(call.asked, Grounded) and call.asked.prefix_mismatch
+    mismatch = call.asked.question.options["prefix_mismatch"]
     return replace(answer, metrics=replace(answer.metrics, prefix_mismatch=mismatch))

@@ -9,30 +9,46 @@ from langchain_core.runnables.config import ensure_config
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import ConversationForms, ToolChoice, given_policy, rendered
-from langchain_kvcache_rag.messages import Asked, Conversation, Grounded
+from kvcache_rag.integration import (
+    JSON_FORM,
+    ConversationForms,
+    given_policy,
+    is_remote,
+    json_instruction,
+    opened,
+    rendered,
+)
+from kvcache_rag.integration.question import (
+    AskedMessages,
+    SourcedQuestion,
+    answer_reader,
+    take_choice,
+    with_form,
+)
+from langchain_kvcache_rag.messages import said_messages
+from langchain_kvcache_rag.retrieved import documents_in
+from langchain_kvcache_rag.settings import INTERNAL
 from langchain_kvcache_rag.structured import schema_of_format
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Mapping, Sequence
 
+    from langchain_core.messages import BaseMessage
     from langchain_core.runnables import RunnableConfig
 
     from kvcache_rag import Answer, Engine
-    from kvcache_rag.generation import AnswerStream, StoredChunk
-    from kvcache_rag.integration import AnswerReader, ConversationForm, References
-    from langchain_kvcache_rag.chat_model import ChatKVCache
-    from langchain_kvcache_rag.messages import GivenDocument
+    from kvcache_rag.generation import AnswerStream
+    from kvcache_rag.integration import AnswerReader, ConversationForm
+    from kvcache_rag.integration.question import SaidMessage
+    from langchain_kvcache_rag.settings import ChatSettings
+    from langchain_kvcache_rag.shared import Shared
 
 _FROM_MESSAGES: Final = ("chunks", "history", "prefix_mismatch", "cancelled")
 _FOR_CHUNKS: Final = ("none_below", "overflow", "policy", "scores")
-_OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _WHEN_SAMPLING: Final = ("top_k", "top_p")
 # LangChain's names of what transformers calls otherwise.
 _RENAMED: Final = {"max_tokens": "max_new_tokens", "timeout": "max_time"}
-INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
-"""What LangChain says to itself in the arguments of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,135 +57,118 @@ class Call:
 
     Attributes:
         engine: Answers.
-        references: Where the texts' KV is, as far as it was noted.
         asked: What the messages ask.
         options: Keyword arguments of the engine's `generate` or `complete`.
         form: How it is written and how the answer is read.
         model_name: As the user or the server calls it.
-        is_pasted: Whether documents seem to stand in its messages as mere text.
     """
 
     engine: Engine
-    references: References
-    asked: Asked
+    asked: SourcedQuestion
     options: dict[str, Any]
     form: ConversationForm
     model_name: str
-    is_pasted: bool = False
-
-    @property
-    def prompt_kind(self) -> str:
-        """What became of the caller's messages, as `kv_cache["prompt"]` says it."""
-        if isinstance(self.asked, Grounded):
-            if not self.asked.texts:
-                return "plain"
-            return "rearranged" if self.asked.prefix_mismatch else "reused"
-        return "pasted" if self.is_pasted else "plain"
-
-    @property
-    def documents(self) -> tuple[GivenDocument, ...]:
-        """Whose texts its chunks are."""
-        return self.asked.documents if isinstance(self.asked, Grounded) else ()
-
-    @property
-    def question(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is asked over documents, and the turns before it."""
-        question, turns = self.form.asked
-        return question, [*turns]
 
     def run(self, cancelled: threading.Event | None = None) -> Answer:
         """Answer; stops at the next token once `cancelled` is set."""
-        asked = self.asked
-        if isinstance(asked, Conversation):
-            return self.engine.complete(self.prompt(), cancelled=cancelled, **self.options)
-        question, history = self.question
-        return self.engine.generate(
-            question,
-            self.chunks(asked),
-            history=history,
-            prefix_mismatch=asked.prefix_mismatch,
-            cancelled=cancelled,
-            **{**self.options, "scores": self.scores(asked), "asked": asked.asked},
-        )
+        return self.asked.answer(self.engine, {**self.options, "cancelled": cancelled})
 
     def open(self) -> AnswerStream:
-        asked = self.asked
-        if isinstance(asked, Conversation):
-            return self.engine.stream_complete(self.prompt(), **self.options)
-        question, history = self.question
-        return self.engine.stream(
-            question,
-            self.chunks(asked),
-            history=history,
-            prefix_mismatch=asked.prefix_mismatch,
-            **{**self.options, "scores": self.scores(asked), "asked": asked.asked},
-        )
+        return self.asked.stream(self.engine, self.options)
 
-    def reader(self) -> AnswerReader | None:
-        """What takes the answer apart; None where it is its text."""
-        return self.form.reader(self.prompt)
-
-    def chunks(self, asked: Grounded) -> list[StoredChunk | str]:
-        """The documents, each by reference if one is known that still holds, else by its text."""
-        return [self.references.chunk(text, self.engine) for text in asked.texts]
-
-    def scores(self, asked: Grounded) -> Sequence[float] | None:
-        """Of the documents: those of the call, or what the messages say."""
-        found: Sequence[float] | None = self.options.get("scores")
-        return asked.scores if found is None else found
-
-    def prompt(self) -> str:
-        """The conversation as one text; over documents, as if there were none."""
-        return rendered(self.engine.render_chat, self.form.turns, **self.form.chat)
+    def reader(self) -> AnswerReader:
+        """What takes the answer apart."""
+        return answer_reader(self.form, lambda: _written(self.engine, self.form))
 
 
-def call_of(
-    engine: Engine,
-    references: References,
-    asked: Asked,
-    options: dict[str, Any],
-    *,
-    model_name: str,
-    is_held: bool,
-    is_pasted: bool,
+def read_call(
+    llm: ChatSettings,
+    messages: Sequence[BaseMessage],
+    stop: Sequence[str] | str | None,
+    given: Mapping[str, Any],
 ) -> Call:
-    """A call, with tools and other values of the chat template taken out of its options.
+    """Read messages and settings for the engine, loading it if need be.
 
     Args:
-        engine: Answers.
-        references: Where the texts' KV is.
-        asked: What the messages ask.
-        options: As `call_options` gave them.
-        model_name: As the user calls it; "" for the server's name.
-        is_held: Whether a grammar holds the answer already.
-        is_pasted: As of `Call`.
+        llm: Is asked.
+        messages: Oldest first.
+        stop: Strings before which the answer ends.
+        given: Arguments of the call.
 
     Raises:
-        InvalidInputError: If tools cannot be used, or not beside that grammar.
+        InvalidInputError: If messages, arguments or tools cannot be used, or not together.
     """
-    given = [options.pop(name, None) for name in _OF_TOOLS]
-    values = options.pop("chat_template_kwargs", None)
-    tools = described_tools(given[0] or ())
-    choice = ToolChoice.of(tools, *(given[1:] if tools else (None, None)))
-    if is_held and choice.may_call:
-        raise InvalidInputError(
-            "an answer cannot be held to json_schema and call tools at once; bind one of them, or "
-            "give an agent response_format=ToolStrategy(...)"
+    options = call_options(llm, stop, given)
+    engine, shared = llm.engine, llm._shared
+    forms = ConversationForms.of(engine)
+    schema = options.pop("json_schema", None)
+    suffix = "" if schema is None else json_instruction(schema)
+    said = said_messages(messages, documents_in if llm.match_chunks else None)
+    read = AskedMessages.of(said, engine.template.system, suffix=suffix)
+    turns = read.turns if read.is_grounded else opened(read.turns, llm.system_prompt)
+    choice, values = (
+        take_choice(options, described_tools),
+        options.pop("chat_template_kwargs", None),
+    )
+    if schema is not None:
+        if choice.may_call:
+            raise InvalidInputError(
+                "an answer cannot be held to json_schema and call tools at once; bind one of them, "
+                "or give an agent response_format=ToolStrategy(...)"
+            )
+        options = forms.grammars.held(schema, options)
+    form = forms.form(turns, choice, values, is_held=schema is not None)
+    if form.is_fallback:
+        shared.warn_once("tools", JSON_FORM)
+    options = with_form(options, form, is_grounded=read.is_grounded)
+    if read.is_grounded:
+        asked = _over_documents(read, form, engine, shared)
+    else:
+        options = {name: one for name, one in options.items() if name not in _FOR_CHUNKS}
+        asked = _without_documents(said, form, engine, shared)
+    return Call(engine, asked, options, form, llm.model or str(getattr(engine, "name", "")))
+
+
+def _over_documents(
+    read: AskedMessages, form: ConversationForm, engine: Engine, shared: Shared
+) -> SourcedQuestion:
+    texts = [one.text for one in read.sources]
+    shared.pasted.note(texts)
+    if read.prefix_mismatch:
+        shared.warn_once(
+            "system",
+            "the system message is not the instruction that the chunks were prefilled "
+            "behind, so it stands behind them, before the question; give it as "
+            "ChatKVCache(system_prompt=...) to have it first",
         )
-    turns = asked.turns if isinstance(asked, Conversation) else asked.all_turns
-    form = ConversationForms.of(engine).form(turns, choice, values, is_held=is_held)
-    processors = [*(options.get("logits_processor") or ())]
-    options.update(form.options)
-    if processors:
-        options["logits_processor"] = [*processors, *form.options.get("logits_processor", ())]
-    if isinstance(asked, Grounded):
-        options.update(form.chat)
-    name = model_name or str(getattr(engine, "name", ""))
-    return Call(engine, references, asked, options, form, name, is_pasted)
+    return read.question(form, [shared.references.chunk(text, engine) for text in texts])
+
+
+def _without_documents(
+    said: Sequence[SaidMessage], form: ConversationForm, engine: Engine, shared: Shared
+) -> SourcedQuestion:
+    """A conversation; the first time that documents seem to stand in it as text it warns."""
+    tokens = 0
+    if not is_remote(engine):  # who has no tokenizer cannot tell how long they are
+        brought = (one.text for one in said if one.role in ("system", "user"))
+        tokens = max((shared.pasted.tokens(text, engine) for text in brought), default=0)
+    if tokens:
+        shared.warn_once(
+            "pasted",
+            f"a message of {tokens} tokens came without document blocks, so nothing of it can be "
+            "reused; if documents stand in it, hand them over with KVCacheRAG, or as "
+            "document_block(document) in a message's content",
+        )
+    return SourcedQuestion.text(_written(engine, form), "pasted" if tokens else "plain")
+
+
+def _written(engine: Engine, form: ConversationForm) -> str:
+    """The conversation as one text; over documents, as if there were none."""
+    return rendered(engine.render_chat, form.turns, **form.chat)
 
 
 def call_options(
-    llm: ChatKVCache, stop: Sequence[str] | str | None, given: Mapping[str, Any]
+    llm: ChatSettings, stop: Sequence[str] | str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Settings of the model and arguments of a call, under the engine's names; the call wins.
 
@@ -243,10 +242,3 @@ def with_policy(config: RunnableConfig | None, given: Mapping[str, Any]) -> dict
     if policy is None:
         return dict(given)
     return {**given, "policy": given_policy(policy)}
-
-
-def for_asked(asked: Asked, options: dict[str, Any]) -> dict[str, Any]:
-    """The options without those that mean nothing to this question."""
-    if isinstance(asked, Grounded):
-        return options
-    return {name: value for name, value in options.items() if name not in _FOR_CHUNKS}

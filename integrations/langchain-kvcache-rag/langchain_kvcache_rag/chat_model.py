@@ -8,32 +8,16 @@ from langchain_core.documents import Document
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.generation import cancellable, in_thread
-from kvcache_rag.integration import (
-    JSON_FORM,
-    Reference,
-    ToolChoice,
-    is_remote,
-    json_instruction,
-    prefill_texts,
-)
+from kvcache_rag.integration import Reference, ToolChoice, prefill_texts
 from langchain_kvcache_rag import batching, structured
 from langchain_kvcache_rag.blocks import checked_document, document_text
-from langchain_kvcache_rag.calls import (
-    Call,
-    call_of,
-    call_options,
-    described_tools,
-    for_asked,
-    with_policy,
-)
-from langchain_kvcache_rag.messages import Conversation, read_messages
+from langchain_kvcache_rag.calls import described_tools, read_call, with_policy
 from langchain_kvcache_rag.responses import AsyncChunks, chunks, result
-from langchain_kvcache_rag.retrieved import documents_in
 from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
@@ -48,7 +32,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
     from kvcache_rag.kv import ChunkKey
-    from langchain_kvcache_rag.shared import Shared
 
 
 class ChatKVCache(ChatSettings):
@@ -184,7 +167,7 @@ class ChatKVCache(ChatSettings):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = self._call(messages, stop, kwargs)
+        call = read_call(self, messages, stop, kwargs)
         answer = batching.ready_answer(call)
         return result(call.run() if answer is None else answer, call)
 
@@ -195,7 +178,7 @@ class ChatKVCache(ChatSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = await in_thread(self._call, messages, stop, kwargs)
+        call = await in_thread(read_call, self, messages, stop, kwargs)
         answer = batching.ready_answer(call)
         if answer is None:
             answer = await cancellable(call.run)
@@ -209,7 +192,7 @@ class ChatKVCache(ChatSettings):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         # The base class reports each chunk's text to callbacks.
-        call = self._call(messages, stop, kwargs)
+        call = read_call(self, messages, stop, kwargs)
         return chunks(call.open(), call)
 
     def _astream(
@@ -219,7 +202,7 @@ class ChatKVCache(ChatSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        return AsyncChunks(lambda: self._call(messages, stop, kwargs))
+        return AsyncChunks(lambda: read_call(self, messages, stop, kwargs))
 
     def batch(
         self,
@@ -297,55 +280,3 @@ class ChatKVCache(ChatSettings):
             InvalidInputError: If the schema cannot be used.
         """
         return structured.structured_output(self, schema, include_raw, kwargs)
-
-    def _call(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
-    ) -> Call:
-        """Read messages and settings for the engine, loading it if need be."""
-        options = call_options(self, stop, kwargs)
-        engine, shared = self.engine, self._shared
-        schema = options.pop("json_schema", None)
-        suffix = "" if schema is None else json_instruction(schema)
-        found_in = documents_in if self.match_chunks else None
-        asked = read_messages(messages, engine.template.system, suffix, found_in)
-        if schema is not None:
-            options = shared.grammars(engine).held(schema, options)
-        is_pasted = False
-        if isinstance(asked, Conversation):
-            asked = asked.opened(self.system_prompt)
-            # Who has no tokenizer cannot tell how long they are.
-            is_pasted = not is_remote(engine) and _is_pasted(asked, engine, shared)
-        else:
-            shared.pasted.note(asked.texts)
-            if asked.prefix_mismatch:
-                shared.warn_once(
-                    "system",
-                    "the system message is not the instruction that the chunks were prefilled "
-                    "behind, so it stands behind them, before the question; give it as "
-                    "ChatKVCache(system_prompt=...) to have it first",
-                )
-        call = call_of(
-            engine,
-            shared.references,
-            asked,
-            for_asked(asked, options),
-            model_name=self.model,
-            is_held=schema is not None,
-            is_pasted=is_pasted,
-        )
-        if call.form.is_fallback:
-            shared.warn_once("tools", JSON_FORM)
-        return call
-
-
-def _is_pasted(asked: Conversation, engine: Engine, shared: Shared) -> bool:
-    """Whether documents seem to stand in a message as text; the first time it warns."""
-    tokens = max((shared.pasted.tokens(text, engine) for text in asked.brought), default=0)
-    if tokens:
-        shared.warn_once(
-            "pasted",
-            f"a message of {tokens} tokens came without document blocks, so nothing of it can be "
-            "reused; if documents stand in it, hand them over with KVCacheRAG, or as "
-            "document_block(document) in a message's content",
-        )
-    return tokens > 0

@@ -1,31 +1,19 @@
-"""What a list of messages asks of the model: a conversation, or a question over chunks."""
+"""LangChain's messages as any framework's: texts, and the documents in them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import (
-    instructed,
-    joined,
-    opened,
-    reference_to,
-    referring,
-    said,
-    scores_by_step,
-    whole_texts,
-)
+from kvcache_rag.integration import whole_texts
+from kvcache_rag.integration.question import SaidMessage, SaidPart, Source
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_id, block_score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from kvcache_rag.integration import Turn
+    from collections.abc import Callable, Iterator, Sequence
 
 _ROLES: Final = {
     "system": "system",
@@ -49,65 +37,6 @@ _SILENT: Final = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages without documents.
-
-    Attributes:
-        turns: Consecutive ones of one role joined, but for those of tools.
-        brought: What messages of system and user say, by which pasted documents are told.
-    """
-
-    turns: tuple[Turn, ...]
-    brought: tuple[str, ...] = field(default=(), compare=False)
-
-    def opened(self, system_prompt: str | None) -> Conversation:
-        """The same, begun with `system_prompt` unless it has a system message of its own."""
-        return replace(self, turns=tuple(opened(self.turns, system_prompt)))
-
-
-class GivenDocument(NamedTuple):
-    """A document in messages.
-
-    Attributes:
-        place: Its number among all of them, equal and empty ones included.
-        id: Its own; None if it has none.
-    """
-
-    place: int
-    id: str | None
-
-
-@dataclass(frozen=True)
-class Grounded:
-    """A question over documents.
-
-    Attributes:
-        question: The last message, behind an instruction that could not stand before the chunks;
-            "" where a tool spoke last.
-        texts: Of the documents, in order, equal ones once, empty ones left out; none if all were
-            empty, which is still a question for the engine's own instruction.
-        turns: Earlier turns; they stand behind the chunks.
-        prefix_mismatch: Whether there was such an instruction.
-        scores: Of the texts, where a reranker or several steps say more than their order.
-        documents: Whose texts they are; of equal ones the first.
-        asked: What the user said last, where the question has more in it, or has none; else "".
-    """
-
-    question: str
-    texts: tuple[str, ...]
-    turns: tuple[Turn, ...] = ()
-    prefix_mismatch: bool = False
-    scores: tuple[float, ...] | None = None
-    documents: tuple[GivenDocument, ...] = field(default=(), compare=False)
-    asked: str = ""
-
-    @property
-    def all_turns(self) -> tuple[Turn, ...]:
-        """Earlier turns and the question."""
-        return (*self.turns, said("user", self.question)) if self.question else self.turns
-
-
 def documents_of(message: BaseMessage) -> list[str]:
     """Texts of the document blocks in a message."""
     return [
@@ -119,32 +48,23 @@ def documents_of(message: BaseMessage) -> list[str]:
     ]
 
 
-Asked: TypeAlias = Conversation | Grounded
-"""What messages ask."""
-
-
-def read_messages(
+def said_messages(
     messages: Sequence[BaseMessage],
-    system: str,
-    suffix: str = "",
     documents_in: Callable[[str], Sequence[str]] | None = None,
-) -> Asked:
-    """Sort messages into documents, instruction, history and question.
+) -> list[SaidMessage]:
+    """What messages say, and the documents in them.
 
     Args:
         messages: Oldest first; document blocks may stand in any of them.
-        system: The engine's own instruction, which stands before the chunks already.
-        suffix: Written behind the last user message.
         documents_in: Finds documents in what a tool said without an artifact.
 
     Raises:
-        InvalidInputError: If a message has a block that is not text, or nothing is asked.
+        InvalidInputError: If a message has a block that is not text, or nothing is asked of
+            documents.
     """
-    read = [_Read.of(index, message, documents_in) for index, message in enumerate(messages)]
-    places = _places(read)
-    texts = tuple(places)
-    if not any(one.documents for one in read):
-        return _conversation(read, suffix)
+    read = [_said(index, message, documents_in) for index, message in enumerate(messages)]
+    if not any(one.sources for one in read):
+        return read
     last = read[-1]
     if last.role not in ("user", "tool"):
         raise InvalidInputError(
@@ -156,149 +76,48 @@ def read_messages(
             "the last message has no text; put the question into it, beside or behind the "
             "document blocks"
         )
-    turns, is_foreign = instructed([one.turn(texts.index) for one in read], system)
-    if suffix and last.role == "tool":
-        turns.append(said("user", suffix.strip()))
-    elif suffix:
-        turns[-1] = said("user", turns[-1]["content"] + suffix)
-    question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
-    scores = scores_by_step(_steps(read))
-    known = None if scores is None else tuple(scores[text] for text in texts)
-    asked = next((one.text for one in reversed(read) if one.role == "user"), "")
-    documents = tuple(places.values())
-    asked = "" if asked == question else asked
-    return Grounded(question, texts, tuple(turns), is_foreign, known, documents, asked)
+    return read
 
 
-def _places(read: Sequence[_Read]) -> dict[str, GivenDocument]:
-    """The documents by their texts; empty ones are counted and left out."""
-    found: dict[str, GivenDocument] = {}
-    for place, (text, own) in enumerate(pair for one in read for pair in one.named):
-        if text.strip():
-            found.setdefault(text, GivenDocument(place, own))
-    return found
+def _said(
+    index: int, message: BaseMessage, documents_in: Callable[[str], Sequence[str]] | None
+) -> SaidMessage:
+    kind = message.role if isinstance(message, ChatMessage) else message.type
+    role = _ROLES.get(kind)
+    if role is None:
+        raise InvalidInputError(
+            f"message {index} has the role {kind!r}; use system, user, assistant or tool"
+        )
+    found = _artifact(message)
+    if not found and documents_in is not None and role == "tool":
+        found = [Source(text) for text in documents_in(message.text)]
+    return SaidMessage(role, tuple(_parts(index, message, found)), _beside(message))
 
 
-def _steps(read: Sequence[_Read]) -> Iterator[list[tuple[str, Any]]]:
-    """The documents that each call of a tool found, or one turn of the user brought."""
-    alone = ("tool", "assistant")
-    for _, step in groupby(enumerate(read), lambda at: at[0] if at[1].role in alone else None):
-        yield [pair for _, one in step for pair in one.scored if pair[0].strip()]
+def _parts(index: int, message: BaseMessage, found: Sequence[Source]) -> Iterator[SaidPart]:
+    texts, known = [one.text for one in found], {one.text: one for one in reversed(found)}
+    content = message.content
+    for block in [content] if isinstance(content, str) else content:
+        kind = "text" if isinstance(block, str) else block.get("type")
+        if kind in _SILENT:
+            continue
+        text = block if isinstance(block, str) else _text_of(index, block)
+        if isinstance(block, dict) and kind == DOCUMENT_TYPE:
+            yield SaidPart(source=Source(text, block_id(block), block_score(block)))
+        else:
+            within = [(one, known[one]) for one in whole_texts(text, texts)]
+            yield SaidPart(text, within=tuple(within))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A text of a message, or a document in it; a text may have documents in it, too."""
-
-    text: str
-    is_document: bool = False
-    within: tuple[str, ...] = ()
-    score: Any = None
-    id: str | None = None
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Role and parts of one message, and what else chat templates read of it."""
-
-    role: str
-    parts: tuple[_Part, ...]
-    more: tuple[tuple[str, Any], ...] = ()
-    found: Mapping[str, Document] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        message: BaseMessage,
-        documents_in: Callable[[str], Sequence[str]] | None,
-    ) -> _Read:
-        kind = message.role if isinstance(message, ChatMessage) else message.type
-        role = _ROLES.get(kind)
-        if role is None:
-            raise InvalidInputError(
-                f"message {index} has the role {kind!r}; use system, user, assistant or tool"
-            )
-        artifact = _artifact(message)
-        documents: Sequence[str] = [one.page_content for one in artifact]
-        if not documents and documents_in is not None and role == "tool":
-            documents = documents_in(message.text)
-        parts: list[_Part] = []
-        content = message.content
-        for block in [content] if isinstance(content, str) else content:
-            if isinstance(block, str):
-                parts.append(_Part(block, within=tuple(whole_texts(block, documents))))
-                continue
-            sort = block.get("type")
-            if sort not in _SILENT:
-                found, is_document = _text_of(index, block), sort == DOCUMENT_TYPE
-                within = [] if is_document else whole_texts(found, documents)
-                own = block_id(block) if is_document else None
-                parts.append(_Part(found, is_document, tuple(within), block_score(block), own))
-        by_text = {one.page_content: one for one in reversed(artifact)}
-        return cls(role, tuple(parts), tuple(_beside(message).items()), by_text)
-
-    @property
-    def documents(self) -> list[str]:
-        """Texts of the documents in it."""
-        return [text for text, _ in self._parted]
-
-    @property
-    def scored(self) -> list[tuple[str, Any]]:
-        """These texts with what their blocks, or the tool's artifact, have for a score."""
-        return [(text, self._score(text, part)) for text, part in self._parted]
-
-    def _score(self, text: str, part: _Part) -> Any:
-        if part.is_document:
-            return part.score
-        found = self.found.get(text)
-        return None if found is None else found.metadata.get(SCORE)
-
-    @property
-    def named(self) -> list[tuple[str, str | None]]:
-        """These texts with the ids of their documents."""
-        found = self.found
-        return [
-            (text, found[text].id if text in found and not part.is_document else part.id)
-            for text, part in self._parted
-        ]
-
-    @property
-    def _parted(self) -> list[tuple[str, _Part]]:
-        return [
-            (text, part)
-            for part in self.parts
-            for text in ([part.text] * part.is_document or part.within)
-        ]
-
-    @property
-    def text(self) -> str:
-        """What is said beside the documents."""
-        return "\n".join(part.text for part in self.parts if part.text and not part.is_document)
-
-    def turn(self, place: Callable[[str], int] | None = None) -> Turn:
-        """The message as chat templates read it.
-
-        Args:
-            place: The number of a document among the chunks, from 0.  What a tool found is part of
-                the conversation, so it refers to them.
-        """
-        if self.role != "tool" or place is None:
-            return {**said(self.role, self.text), **dict(self.more)}
-        lines = []
-        for part in self.parts:
-            if not part.is_document:
-                lines.append(referring(part.text, part.within, lambda text: place(text) + 1))
-            elif part.text.strip():
-                lines.append(reference_to(part.text, place(part.text) + 1))
-        return {**said("tool", "\n".join(filter(None, lines))), **dict(self.more)}
-
-
-def _artifact(message: BaseMessage) -> list[Document]:
+def _artifact(message: BaseMessage) -> list[Source]:
     """The documents that a tool handed over beside what it said."""
     artifact = message.artifact if isinstance(message, ToolMessage) else None
     found = artifact if isinstance(artifact, (list, tuple)) else [artifact]
-    return [one for one in found if isinstance(one, Document)]
+    return [
+        Source(one.page_content, one.id, one.metadata.get(SCORE))
+        for one in found
+        if isinstance(one, Document)
+    ]
 
 
 def _beside(message: BaseMessage) -> dict[str, Any]:
@@ -333,17 +152,3 @@ def _text_of(index: int, block: dict[str, Any]) -> str:
             'into "text"'
         )
     return text
-
-
-def _conversation(read: Sequence[_Read], suffix: str) -> Conversation:
-    turns = joined(one.turn() for one in read)
-    if not turns:
-        raise InvalidInputError("there is no message with text; ask something")
-    if suffix:
-        turn = turns[-1]
-        is_user = turn["role"] == "user"
-        turns[-1:] = (
-            [said("user", turn["content"] + suffix)] if is_user else [turn, said("user", suffix)]
-        )
-    brought = tuple(one.text for one in read if one.role in ("system", "user"))
-    return Conversation(tuple(turns), brought)

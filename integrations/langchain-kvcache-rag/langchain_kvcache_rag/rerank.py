@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import NamedArguments
 from kvcache_rag.generation import cancellable
+from kvcache_rag.integration.ranking import check_most, ranked
 from langchain_kvcache_rag.blocks import SCORE, checked_document, checked_prompt, document_text
 from langchain_kvcache_rag.chat_model import ChatKVCache  # noqa: TC001  # pydantic reads it
 
@@ -67,21 +67,24 @@ class KVCacheRerank(NamedArguments, BaseDocumentCompressor):
         query: str,
         cancelled: threading.Event | None = None,
     ) -> list[Document]:
-        if self.top_n is not None and self.top_n < 1:
-            raise InvalidInputError(f"top_n must be at least 1, not {self.top_n}")
+        check_most(self.top_n)
         prompt = None if self.document_prompt is None else checked_prompt(self.document_prompt)
         given = [checked_document(one) for one in documents]
         texts = [document_text(one, prompt) for one in given]
-        read = [number for number, text in enumerate(texts) if text.strip()]
         engine, references = self.llm.engine, self.llm.references
-        chunks = [references.chunk(texts[one], engine) for one in read]
-        relevance: tuple[float, ...] = ()
-        if chunks:
-            relevance = engine.read(query, chunks, cancelled=cancelled).relevance
-        scored = sorted(zip(read, relevance, strict=True), key=lambda pair: -pair[1])
-        ranked = [
-            given[one].model_copy(update={"metadata": {**given[one].metadata, SCORE: score}})
-            for one, score in scored
+        numbers = ranked(
+            engine,
+            query,
+            texts,
+            lambda number: references.chunk(texts[number], engine),
+            most=self.top_n,
+            cancelled=cancelled,
+        )
+        return [
+            given[number]
+            if score is None
+            else given[number].model_copy(
+                update={"metadata": {**given[number].metadata, SCORE: score}}
+            )
+            for number, score in numbers
         ]
-        silent = [one for one, text in zip(given, texts, strict=True) if not text.strip()]
-        return [*ranked, *silent][: self.top_n]

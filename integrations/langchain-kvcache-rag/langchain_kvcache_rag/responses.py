@@ -17,6 +17,7 @@ from langchain_core.runnables import Runnable
 
 from kvcache_rag.generation import AsyncAnswerStream
 from kvcache_rag.integration import Reasoning, ToolCall, UnreadableCall, read_whole
+from langchain_kvcache_rag.settings import PROVIDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from kvcache_rag.generation import AnswerStream
     from kvcache_rag.integration import AnswerPart
     from langchain_kvcache_rag.calls import Call
-
-PROVIDER = "kvcache-rag"
-"""Name of this integration in traces and in `response_metadata`."""
 
 # Where LangChain reads on; a LangChain without it is read to the end (a test tells).
 _STEP: Final = getattr(getattr(Runnable, "_transform_stream_with_config", None), "__code__", None)
@@ -57,17 +55,7 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     be true of a sum stands in a list.
     """
     tool_form = call.form.tool_form
-    used = [call.documents[at] for at in answer.metrics.answered_from]
-    cost = answer.metrics.to_dict()
-    cost |= {
-        **{
-            name: [{**one, "chunk": call.documents[one["chunk"]].place} for one in cost[name]]
-            for name in ("missed", "relevance")
-        },
-        "answered_from": [one.place for one in used],
-        "answered_from_ids": [one.id for one in used],
-        "prompt": call.prompt_kind,
-    }
+    cost = call.asked.cost(answer.metrics)
     flat = {name: one for name, one in cost.items() if not isinstance(one, float)}
     flat |= {name: int(cost[name]) for name in ("prefix_mismatch", "says_none")}
     return {
@@ -81,10 +69,7 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
 
 def result(answer: Answer, call: Call) -> ChatResult:
     """A whole answer."""
-    reader = call.reader()
-    parts: list[AnswerPart] = [answer.text]
-    if reader is not None:
-        parts = read_whole(reader, answer.text)
+    parts = read_whole(call.reader(), answer.text)
     thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
     message = AIMessage(
         content="".join(part for part in parts if isinstance(part, str)),
@@ -131,10 +116,10 @@ class _Pieces:
         self._calls = 0
 
     def of(self, text: str) -> list[ChatGenerationChunk]:
-        return self._chunks([text] if self._reader is None else self._reader.feed(text))
+        return self._chunks(self._reader.feed(text))
 
     def rest(self) -> list[ChatGenerationChunk]:
-        return self._chunks([] if self._reader is None else self._reader.finish())
+        return self._chunks(self._reader.finish())
 
     def _chunks(self, parts: Sequence[AnswerPart]) -> list[ChatGenerationChunk]:
         return [ChatGenerationChunk(message=self._message(part)) for part in parts]

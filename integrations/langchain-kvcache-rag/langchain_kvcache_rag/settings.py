@@ -28,10 +28,9 @@ from kvcache_rag.integration import (
     said_options,
     written,
 )
+from kvcache_rag.integration.engine import refuse_beside_engine, refuse_beside_server
 from kvcache_rag.policies import ReusePolicy  # noqa: TC001  # pydantic reads it
-from langchain_kvcache_rag.calls import INTERNAL
 from langchain_kvcache_rag.messages import documents_of
-from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.retrieved import watch
 from langchain_kvcache_rag.shared import Shared
 
@@ -46,13 +45,16 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
     from kvcache_rag.integration import References
 
+PROVIDER: Final = "kvcache-rag"
+"""Name of this integration in traces and in `response_metadata`."""
+INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
+"""What LangChain says to itself in the arguments of a call."""
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
     *("base_url", *DeviceOption.model_fields),
     *(*EngineOptions.model_fields, *StoreOptions.model_fields),
 )
-# Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
-# which device they are computed, is taken and means nothing, so that an app can move by it alone.
+# Beside `base_url=`: changes answers, and a server has its own.
 _OF_THE_SERVER: Final = ("adapter", "auxiliary", "backend", "gate", "none_below", "template")
 # What of the settings changes no word of an answer, and why; whatever else there is does.
 NO_ANSWER: Final = {
@@ -187,7 +189,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         known = {*type(self).model_fields, "engine"}
         refuse_unknown(fields, known, "argument of ChatKVCache", _ELSEWHERE)
         if engine is not None:
-            _refuse_beside_engine(fields)
+            refuse_beside_engine({name: fields.get(name) for name in _OF_THE_ENGINE})
         # Code for other models often hands on None for "nothing said".
         given = {name: one for name, one in fields.items() if one is not None}
         try:
@@ -215,7 +217,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         """
         shared = self._shared
         if shared.is_given:
-            _refuse_beside_engine(self.__dict__)
+            refuse_beside_engine({name: getattr(self, name) for name in _OF_THE_ENGINE})
         return shared.engine(self._open_engine)
 
     @property
@@ -329,13 +331,8 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         return open_engine(self.model, device_map=device, policy=self.policy, **named)
 
     def _ask_server(self, base_url: str) -> Engine:
-        clash = [*said_options({name: getattr(self, name) for name in _OF_THE_SERVER})]
-        clash += ["weight_format"] * (self.weight_format in ("int8", "int4"))
-        if clash:
-            raise InvalidInputError(
-                f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "
-                "server's to say; leave it out"
-            )
+        own = {name: getattr(self, name) for name in _OF_THE_SERVER}
+        refuse_beside_server(own, self.weight_format)
         key, retries = self.api_key, self.max_retries
         return remote_engine(
             base_url,
@@ -369,11 +366,3 @@ def _no_model() -> InvalidInputError:
     return InvalidInputError(
         'ChatKVCache needs a model: give model= (such as "smollm2"), base_url= or engine='
     )
-
-
-def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:
-    clash = [*said_options({name: settings.get(name) for name in _OF_THE_ENGINE})]
-    if clash:
-        raise InvalidInputError(
-            f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
-        )

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from kvcache_rag.forks import new_lock, new_rlock
-from kvcache_rag.integration import JsonGrammars, References
+from kvcache_rag.integration import References
 from langchain_kvcache_rag.pasted import PastedTexts
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class Shared:
         # Not the guard, which is held while a model is loaded: the event loop asks here too.
         self._choice = new_lock()
         self._engine = engine
-        self._grammars: JsonGrammars | None = None
         self._settings: str | None = None
         self._others: dict[str, Shared] = {}
         self._warned: set[str] = set()
@@ -66,13 +65,6 @@ class Shared:
             if self._engine is None:
                 self._engine = load()
             return self._engine
-
-    def grammars(self, engine: Engine) -> JsonGrammars:
-        """Schemas that were compiled for `engine`, the one held here."""
-        with self.guard:
-            if self._grammars is None:
-                self._grammars = JsonGrammars(engine.model, engine.tokenizer)
-            return self._grammars
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warn with `sentence`, unless there was a warning of this kind before."""

@@ -22,11 +22,9 @@ from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import json_grammar
 
 if TYPE_CHECKING:
-    from langchain_core.language_models import LanguageModelInput
+    from langchain_core.language_models import BaseChatModel, LanguageModelInput
     from langchain_core.outputs import Generation
     from langchain_core.runnables import Runnable
-
-    from langchain_kvcache_rag.chat_model import ChatKVCache
 
 _METHODS: Final = ("json_schema", "function_calling", "json_mode")
 _SAYING: Final = frozenset(
@@ -35,7 +33,7 @@ _SAYING: Final = frozenset(
 
 
 def structured_output(
-    llm: ChatKVCache, schema: Any, include_raw: bool, kwargs: dict[str, Any]
+    llm: BaseChatModel, schema: Any, include_raw: bool, kwargs: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
     """A chain of the chat model, held to a schema, and a parser of its answers.
 

@@ -22,8 +22,9 @@ from langchain_core.messages import (
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk
 
 from kvcache_rag import Answer, Metrics
+from kvcache_rag.generation.question import Question
+from kvcache_rag.integration.question import Source, SourcedQuestion
 from kvcache_rag.metrics import Miss, Relevance
-from langchain_kvcache_rag.messages import GivenDocument
 from langchain_kvcache_rag.responses import metadata, usage
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ class _Call:
 
     def __init__(self, at: int) -> None:
         self.model_name = "model"
-        self.prompt_kind = ("reused", "pasted")[at % 2]
         self.form: Any = self
         self.tool_form = ("", "json")[at % 2]
-        self.documents = [GivenDocument(place, f"id {at}") for place in range(9)]
+        sources = tuple(Source("", f"id {at}", place=place) for place in range(9))
+        prompt: Any = ("reused", "pasted")[at % 2]
+        self.asked = SourcedQuestion(Question(""), sources, prompt)
 
 
 def filled(at: int) -> Metrics:

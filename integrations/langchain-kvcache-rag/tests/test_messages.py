@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
@@ -16,8 +16,12 @@ from langchain_core.messages import (
 )
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration.question import AskedMessages, Source
 from langchain_kvcache_rag.blocks import document_block
-from langchain_kvcache_rag.messages import Conversation, Grounded, read_messages
+from langchain_kvcache_rag.messages import said_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SYSTEM = "Read.\n"
 
@@ -30,20 +34,39 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "text", "text": value}
 
 
-def grounded(*messages: BaseMessage) -> Grounded:
-    asked = read_messages(messages, SYSTEM)
-    assert isinstance(asked, Grounded)
+def read(messages: Sequence[BaseMessage], suffix: str = "") -> AskedMessages:
+    return AskedMessages.of(said_messages(messages), SYSTEM, suffix=suffix)
+
+
+def grounded(*messages: BaseMessage) -> AskedMessages:
+    asked = read(messages)
+    assert asked.is_grounded
     return asked
 
 
-def conversation(*messages: BaseMessage) -> Conversation:
-    asked = read_messages(messages, SYSTEM)
-    assert isinstance(asked, Conversation)
+def conversation(*messages: BaseMessage) -> AskedMessages:
+    asked = read(messages)
+    assert not asked.is_grounded
     return asked
 
 
-def pairs(asked: Grounded | Conversation) -> list[tuple[str, str]]:
-    return [(turn["role"], turn["content"]) for turn in asked.turns]
+def question(asked: AskedMessages) -> str:
+    """What the last turn asks; "" where a tool spoke last."""
+    last = asked.turns[-1]
+    return last["content"] if last["role"] == "user" else ""
+
+
+def earlier(asked: AskedMessages) -> tuple[dict[str, Any], ...]:
+    """The turns before the question."""
+    return asked.turns[:-1] if asked.is_grounded and question(asked) else asked.turns
+
+
+def pairs(asked: AskedMessages) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"]) for turn in earlier(asked)]
+
+
+def texts(asked: AskedMessages) -> tuple[str, ...]:
+    return tuple(one.text for one in asked.sources)
 
 
 def test_a_document_is_a_standard_block() -> None:
@@ -64,8 +87,8 @@ def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
         ToolMessage([block("c"), block("a")], tool_call_id="1"),
         HumanMessage([block(" "), block("b"), text("second?")]),
     )
-    assert asked.texts == ("a", "b", "c")
-    assert asked.question == "second?"
+    assert texts(asked) == ("a", "b", "c")
+    assert question(asked) == "second?"
     assert pairs(asked) == [
         ("user", "first?"),
         ("assistant", "answer"),
@@ -76,10 +99,13 @@ def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
 
 def test_what_adds_nothing_to_a_question() -> None:
     own = [HumanMessage([block("a"), text("what?")])]
-    assert grounded(HumanMessage([block(""), text("what?")])) == Grounded("what?", ())
+    asked = ({"role": "user", "content": "what?"},)
+    empty = grounded(HumanMessage([block(""), text("what?")]))
+    assert empty == AskedMessages(asked, is_grounded=True)
     assert grounded(HumanMessage([block("a")]), HumanMessage("what?")) == grounded(*own)
+    assert grounded(*own) == AskedMessages(asked, (Source("a"),), is_grounded=True)
     for instruction in ("Read.", " Read.\n\n", SYSTEM):  # it is the engine's own
-        assert grounded(SystemMessage(instruction), *own) == Grounded("what?", ("a",))
+        assert grounded(SystemMessage(instruction), *own) == grounded(*own)
 
 
 def test_consecutive_turns_of_one_role_are_joined() -> None:
@@ -90,19 +116,18 @@ def test_consecutive_turns_of_one_role_are_joined() -> None:
         HumanMessage([block("a"), text("four")]),
     )
     assert pairs(asked) == [("user", "one"), ("assistant", "two")]
-    assert asked.question == "three\n\nfour"
+    assert question(asked) == "three\n\nfour"
     plain = conversation(HumanMessage("one"), HumanMessage("two"), AIMessage("three"))
     assert pairs(plain) == [("user", "one\n\ntwo"), ("assistant", "three")]
 
 
 def test_instructions_of_ones_own_stand_in_the_question() -> None:
     asked = grounded(SystemMessage("Be brief."), HumanMessage([block("a"), text("what?")]))
-    assert (asked.question, asked.prefix_mismatch) == ("Be brief.\n\nwhat?", True)
-    over = read_messages([HumanMessage([block("a"), text("what?")])], SYSTEM, " In JSON.")
-    assert isinstance(over, Grounded)
-    assert over.question == "what? In JSON."
-    plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
-    assert plain == Conversation(({"role": "user", "content": "what? In JSON."},))
+    assert (question(asked), asked.prefix_mismatch) == ("Be brief.\n\nwhat?", True)
+    over = read([HumanMessage([block("a"), text("what?")])], " In JSON.")
+    assert (question(over), over.is_grounded) == ("what? In JSON.", True)
+    plain = read([HumanMessage("what?")], " In JSON.")
+    assert plain == AskedMessages(({"role": "user", "content": "what? In JSON."},))
 
 
 def test_what_a_tool_said_is_a_user_turn_behind_chunks_and_a_tool_turn_without() -> None:
@@ -119,7 +144,7 @@ def test_what_a_tool_said_is_a_user_turn_behind_chunks_and_a_tool_turn_without()
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": "found", "tool_call_id": "1"},
     )
-    assert asked.turns == (*turns, {"role": "assistant", "content": "so"})
+    assert earlier(asked) == (*turns, {"role": "assistant", "content": "so"})
     assert conversation(*history).turns == turns
 
 
@@ -127,18 +152,15 @@ def test_a_conversation_over_documents_may_end_with_what_a_tool_said() -> None:
     call = {"name": "find", "args": {}, "id": "1", "type": "tool_call"}
     looked = [SystemMessage("Be brief."), HumanMessage("look"), AIMessage("", tool_calls=[call])]
     asked = grounded(*looked, ToolMessage([text("two:"), block("a"), block("b")], tool_call_id="1"))
-    assert asked.question == ""
-    assert asked.texts == ("a", "b")
+    assert question(asked) == ""
+    assert texts(asked) == ("a", "b")
     assert [content for _, content in pairs(asked)] == [
         "Be brief.\n\nlook",
         "",
         'two:\n[document 1 above: "a"]\n[document 2 above: "b"]',
     ]
-    last = read_messages(
-        [*looked, ToolMessage([block("a")], tool_call_id="1")], SYSTEM, " In JSON."
-    )
-    assert isinstance(last, Grounded)
-    assert last.question == "In JSON."
+    last = read([*looked, ToolMessage([block("a")], tool_call_id="1")], " In JSON.")
+    assert (question(last), last.is_grounded) == ("In JSON.", True)
 
 
 def test_documents_that_a_tool_hands_over_are_chunks_where_they_stand_in_what_it_said() -> None:
@@ -147,8 +169,8 @@ def test_documents_that_a_tool_hands_over_are_chunks_where_they_stand_in_what_it
         "Source 1: The ship is in Kiel.\n\nIt is\nred.", tool_call_id="1", artifact=documents
     )
     asked = grounded(HumanMessage("look"), found)
-    assert asked.texts == ("The ship is in Kiel.", "It is\nred.")
-    assert asked.turns[-1]["content"] == (
+    assert texts(asked) == ("The ship is in Kiel.", "It is\nred.")
+    assert earlier(asked)[-1]["content"] == (
         'Source 1: [document 1 above: "The ship is in Kiel."]\n\n[document 2 above: "It is red."]'
     )
     inside = ToolMessage("redder", tool_call_id="1", artifact=[Document("red")])
@@ -191,7 +213,7 @@ def test_what_cannot_be_asked_is_said_in_one_sentence(
     messages: list[BaseMessage], sentence: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
-        read_messages(messages, SYSTEM)
+        read(messages)
 
 
 @pytest.mark.parametrize(
@@ -218,4 +240,4 @@ def test_of_equal_documents_the_highest_score_counts_and_empty_ones_have_none() 
         for words, score in given
     ]
     asked = grounded(HumanMessage([*blocks, block(" "), text("?")]))
-    assert (asked.texts, asked.scores) == (("a", "b"), (0.5, 0.2))
+    assert (texts(asked), asked.scores) == (("a", "b"), (0.5, 0.2))

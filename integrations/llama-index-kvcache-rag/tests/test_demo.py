@@ -16,6 +16,7 @@ from llama_index.kvcache_rag import HashEmbedding
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles
 from llama_index.kvcache_rag.commands.demo_app import Exchange, Reply
+from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,9 +81,9 @@ def test_nodes_are_all_of_an_article_in_order() -> None:
 def test_the_best_node_is_last_and_those_of_an_earlier_version_are_not_found(
     small: str, tmp_path: Path
 ) -> None:
-    app = demo_app.DemoApp(
-        str(tmp_path / "kept"), "docs", model=small, top_k=3, max_new_tokens=2, embed="hash"
-    )
+    places = {name: str(tmp_path / "kept" / name) for name in ("kv", "chroma")}
+    settings = Settings(small, places["kv"], places["chroma"], embed="hash")
+    app = demo_app.DemoApp(settings, top_k=3, max_new_tokens=2)
     texts = {"a": "Iron rusts.", "b": "The Eiffel Tower is in Paris.", "c": "The Eiffel Tower."}
     app.fill(texts, show_progress=False)
     assert app.ask("Where is the Eiffel Tower in Paris?").nodes == ("a", "c", "b")

@@ -20,8 +20,9 @@ from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
 
 import kvcache_rag
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, PromptTemplate
+from kvcache_rag.integration.question import Source
 from llama_index.kvcache_rag import KVCacheLLM
-from llama_index.kvcache_rag.responses import Grounded
+from llama_index.kvcache_rag.responses import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from llama_index_helpers import Recorder
 
 HELLO = [ChatMessage(role=MessageRole.USER, content="hello")]
-ASKED = ("prompt", Grounded("q?", ("text",)))
+ASKED = ("prompt", Prompt.over("q?", [Source("text")], ["text"], prefix_mismatch=False))
 
 
 @pytest.fixture(scope="module")

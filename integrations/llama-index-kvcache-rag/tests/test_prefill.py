@@ -22,7 +22,7 @@ from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS, Reference
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCachePrefill, KVCacheVectorStore
-from llama_index.kvcache_rag.references import chunks_of, llm_text
+from llama_index.kvcache_rag.references import llm_text, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ def test_replacing_nothing_loads_no_model(store: KVCacheVectorStore) -> None:
 def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: Engine) -> None:
     store.add([node("a", "First.", pages=(1, 2), share=float("nan"), names={1: "x"})])
     (found,) = store.get_nodes(["a"])
-    (chunk,) = chunks_of([found], [llm_text(found)], engine)
+    chunk = source_of(found, llm_text(found)).chunk(engine)
     assert isinstance(chunk, StoredChunk)
     assert engine.store.contains(chunk.key)
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.explain import Explained as Explained
     from kvcache_rag.generation.options import AnswerOptions as AnswerOptions
     from kvcache_rag.generation.options import CompletionOptions as CompletionOptions
-    from kvcache_rag.generation.request import StoredChunk as StoredChunk
+    from kvcache_rag.generation.question import StoredChunk as StoredChunk
     from kvcache_rag.generation.stream import AnswerStream as AnswerStream
     from kvcache_rag.generation.stream import AsyncAnswerStream as AsyncAnswerStream
     from kvcache_rag.generation.stream import cancellable as cancellable

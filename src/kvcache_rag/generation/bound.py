@@ -1,15 +1,14 @@
-"""A question as it was asked, and the parts that answer it as weights and tokenizer are now."""
+"""A question as it is planned, and the parts that answer it as weights and tokenizer are now."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.generation.joint import Combinations
 from kvcache_rag.generation.reading import ChunkReader, ToRead, fits, too_long
-from kvcache_rag.generation.request import Read, StoredChunk
 from kvcache_rag.policies.checks import why_not
 from kvcache_rag.policies.named import given_policy
 from kvcache_rag.prefill import Prefiller
@@ -23,38 +22,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kvcache_rag.generation.policy_guard import PolicyGuard
-    from kvcache_rag.generation.request import ChunkInput, Planner, Request
+    from kvcache_rag.generation.question import ChunkInput, Question
+    from kvcache_rag.generation.request import Planner, Request
     from kvcache_rag.generation.runner import Runner
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.stores import ChunkStore
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a caller asks.
-
-    Attributes:
-        text: A question, or a text that is continued as it is.
-        chunks: What it is answered from, best first.
-        options: Further arguments of `Planner.request`, or of `Planner.completion`.
-        is_completion: Whether the text is continued.
-        read: What the model said of the chunks, as far as a policy wanted to know.
-    """
-
-    text: str
-    chunks: Sequence[ChunkInput] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    is_completion: bool = False
-    read: Read = field(default_factory=Read)
-
-    def by_text(self) -> Question:
-        """The same, with no reference that says how long a chunk is whose text is known."""
-        chunks = [
-            replace(chunk, outdated="other text") if isinstance(chunk, StoredChunk) else chunk
-            for chunk in self.chunks
-        ]
-        return replace(self, chunks=chunks)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.generation.context import Prompt
-from kvcache_rag.generation.request import Read, Request
+from kvcache_rag.generation.question import Read
+from kvcache_rag.generation.request import Request
 from kvcache_rag.models.language import StoppedError
 from kvcache_rag.policies import FullRecompute, Reuse
 

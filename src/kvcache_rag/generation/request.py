@@ -20,8 +20,8 @@ from kvcache_rag.errors import (
     check_list,
 )
 from kvcache_rag.generation.grammar import is_held
+from kvcache_rag.generation.question import Read, StoredChunk
 from kvcache_rag.kv.chunk import ChunkKey
-from kvcache_rag.metrics import Relevance
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.policies.base import Plan
@@ -34,31 +34,13 @@ from kvcache_rag.prompt.template import ChatArguments, as_messages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvcache_rag.metrics import Miss, MissReason
+    from kvcache_rag.generation.question import ChunkInput
+    from kvcache_rag.metrics import MissReason
     from kvcache_rag.policies.relevance import Numbers
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.prompt.template import Message
 
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk given by reference, with its text in case the reference has gone.
-
-    Attributes:
-        key: Its address, from `Engine.add` or `Engine.reference`.
-        text: Its text.
-        outdated: Why the key is not the text's for this engine, so that the text alone counts and
-            a miss has this reason; "" if it may be.
-    """
-
-    key: ChunkKey
-    text: str
-    outdated: Literal["", "other text", "other model"] = ""
-
-
-ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
-"""How a caller may name a chunk."""
 
 Asked: TypeAlias = (
     "tuple[str, Sequence[ChunkInput]]"
@@ -77,41 +59,6 @@ Overflow = Literal["error", "drop_lowest", "refine"]
 """`error`: refuse; `drop_lowest`: leave out the chunks with the lowest scores, or the last ones
 (retrievers put the best first); `refine`: several stitched prompts, each improving the answer of
 the one before."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """What the model said of chunks before it was decided which are answered from.
-
-    Attributes:
-        likelihoods: Of the question behind contexts of chunks, by their numbers, in nats; None for
-            one that would have cost too much.
-        chunks: How many chunks were read alone.
-        tokens: Computed for it, but for chunks that were missing.
-        seconds: It took.
-        missed: Chunks that had to be computed for it, and why.
-    """
-
-    likelihoods: Mapping[Numbers, float | None] = field(default_factory=dict)
-    chunks: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    missed: tuple[Miss, ...] = ()
-
-    @property
-    def relevance(self) -> tuple[Relevance, ...]:
-        """What was found of single chunks, in their order."""
-        without = self.likelihoods.get(())
-        return tuple(
-            Relevance(context[0], said - without)
-            for context, said in sorted(self.likelihoods.items())
-            if len(context) == 1 and said is not None and without is not None
-        )
-
-    def is_below(self, nats: float, chunks: int) -> bool:
-        """Whether all chunks were read, and none makes the question so much likelier."""
-        found = self.relevance
-        return 0 < chunks == len(found) and all(one.nats < nats for one in found)
 
 
 NONE_SAYS: Final = "None of the documents says it."

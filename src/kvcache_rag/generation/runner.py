@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.generation.context import RotationMode
-    from kvcache_rag.generation.request import Read, Request
+    from kvcache_rag.generation.question import Read
+    from kvcache_rag.generation.request import Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
     from kvcache_rag.models.language import LanguageModel

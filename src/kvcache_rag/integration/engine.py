@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcache_rag.errors import MissingExtraError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.settings import said_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,3 +81,33 @@ def remote_engine(base_url: str, **options: Any) -> Engine:
     except ImportError as error:
         raise MissingExtraError("kvcache-rag-server", "server") from error
     return cast("Engine", RemoteEngine(base_url, **options))
+
+
+def refuse_beside_engine(given: Mapping[str, Any]) -> None:
+    """Refuse what only a new engine could use.
+
+    Raises:
+        InvalidInputError: If something is said; naming it.
+    """
+    clash = [*said_options(given)]
+    if clash:
+        raise InvalidInputError(
+            f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
+        )
+
+
+def refuse_beside_server(given: Mapping[str, Any], weight_format: str) -> None:
+    """Refuse what changes answers, where a server has its own.
+
+    Where keys and values lie, and on which device they are computed, is taken beside `base_url=`
+    and means nothing, so that an app can move by it alone; so are weights that round nothing.
+
+    Raises:
+        InvalidInputError: If something is said; naming it.
+    """
+    clash = [*said_options(given)] + ["weight_format"] * (weight_format in ("int8", "int4"))
+    if clash:
+        raise InvalidInputError(
+            f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "
+            "server's to say; leave it out"
+        )

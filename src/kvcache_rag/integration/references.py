@@ -15,12 +15,12 @@ from cachetools import LRUCache
 
 from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
 from kvcache_rag.forks import new_lock
+from kvcache_rag.generation.question import StoredChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.generation.request import StoredChunk
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prompt.template import PromptTemplate
 
@@ -96,8 +96,6 @@ class Reference:
         """
         if is_remote(engine):
             return text
-        from kvcache_rag.generation.request import StoredChunk  # loads torch
-
         if self.text != text_digest(text, engine):
             return StoredChunk(self._key(engine), text, "other text")
         key = self.resolve(engine)

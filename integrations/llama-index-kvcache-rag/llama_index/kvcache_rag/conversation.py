@@ -7,11 +7,11 @@ chunks has to be what their caches were computed behind.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import foreign_instructions, joined
+from kvcache_rag.integration import instructed, said
 from llama_index.kvcache_rag.options import turn
 from llama_index.kvcache_rag.prompts import split_template
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from llama_index.core.prompts import BasePromptTemplate
 
     from kvcache_rag import Engine
-    from llama_index.kvcache_rag.llm import KVCacheLLM
+    from kvcache_rag.integration import Turn
+    from llama_index.kvcache_rag.settings import LLMSettings
 
 _OTHER_TEMPLATE: Final = (
     "text_qa_template has other text before the context than the engine, whose chunks were "
@@ -36,43 +37,10 @@ _OTHER_SYSTEM_MESSAGE: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Earlier messages, in the engine's terms.
-
-    Messages without text are left out, and so are those of tools: what an assistant made of a
-    tool's output is in its answer.  Neighbours of one role are joined, because many chat templates
-    refuse them.
-
-    Attributes:
-        turns: Of user and assistant, oldest first; the last one is the assistant's.
-        instructions: System messages that are not the engine's own.
-        unanswered: What the user said last, if nobody answered it.
-    """
-
-    turns: tuple[dict[str, str], ...] = ()
-    instructions: tuple[str, ...] = ()
-    unanswered: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, messages: Sequence[ChatMessage], engine: Engine) -> Conversation:
-        """Sort messages by what becomes of them."""
-        said = [turn(message) for message in messages]
-        own = (engine.prefix_text, engine.template.system)
-        turns = joined(one for one in said if one["role"] in ("user", "assistant"))
-        unanswered: tuple[str, ...] = ()
-        if turns and turns[-1]["role"] == "user":
-            unanswered = (turns.pop()["content"],)
-        return cls(tuple(turns), tuple(foreign_instructions(said, *own)), unanswered)
-
-    def ask(self, question: str) -> str:
-        """The question with everything that has to be said in the same breath."""
-        return "\n\n".join([*self.instructions, *self.unanswered, question])
-
-    def written(self, question: str) -> str:
-        """History and question as text, for callbacks and traces."""
-        spoken = "".join(f"{one['role']}: {one['content']}\n" for one in self.turns)
-        return f"{spoken}{question}"
+def spoken_turns(messages: Sequence[ChatMessage]) -> list[Turn]:
+    """Messages as turns, without those of tools: what was made of their output is answered."""
+    turns = map(turn, messages)
+    return [one for one in turns if one["role"] in ("system", "user", "assistant")]
 
 
 @dataclass(frozen=True)
@@ -80,26 +48,30 @@ class Wording:
     """What is asked behind the chunks and the history.
 
     Attributes:
-        question: The last user message.
+        question: The last user message, behind what nobody answered and what was instructed.
+        history: The turns before it.
         mismatches: In which ways the caller wanted other text before the chunks.
     """
 
     question: str
-    mismatches: tuple[str, ...]
+    history: tuple[Turn, ...] = ()
+    mismatches: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, query: str, spoken: Conversation) -> Wording:
-        """Leave the wording to the engine's template."""
-        mismatches = (_OTHER_SYSTEM_MESSAGE,) if spoken.instructions else ()
-        return cls(spoken.ask(query), mismatches)
+    def of(cls, turns: Sequence[Turn], engine: Engine) -> Wording:
+        """Leave the wording to the engine's template; the last turn is the user's, and asks."""
+        spoken, is_foreign = instructed(turns, engine.prefix_text, engine.template.system)
+        is_asked = bool(spoken) and spoken[-1]["role"] == "user"
+        question = spoken.pop()["content"] if is_asked else ""  # which the engine refuses
+        return cls(question, tuple(spoken), (_OTHER_SYSTEM_MESSAGE,) if is_foreign else ())
 
     @classmethod
     def by(
         cls,
         template: BasePromptTemplate,
         query: str,
-        spoken: Conversation,
-        llm: KVCacheLLM,
+        turns: Sequence[Turn],
+        llm: LLMSettings,
         **variables: Any,
     ) -> Wording | None:
         """Word a question by a template of LlamaIndex.
@@ -107,7 +79,7 @@ class Wording:
         Args:
             template: With `context_str`, and `query_str` behind it.
             query: As it was asked.
-            spoken: What was said before.
+            turns: What was said before.
             llm: By which selectors choose.
             variables: Further values of the template.
 
@@ -118,18 +90,25 @@ class Wording:
             InvalidInputError: If it leaves none, and there is a history that has to stand behind
                 them.
         """
-        split = split_template(template, llm, query, **variables)
-        if split is None and spoken != Conversation():
+        engine, split = llm.engine, split_template(template, llm, query, **variables)
+        if split is None:
+            if cls.of([*turns, said("user", query)], engine) == cls(query):
+                return None
             raise InvalidInputError(
                 "with a chat history or a system prompt, text_qa_template needs context_str once "
                 "and query_str behind it"
             )
-        if split is None:
-            return None
-        if split.matches(llm.engine):
-            return cls.of(split.behind, spoken)
-        own = cls.of("\n\n".join(part for part in split if part.strip()), spoken)
-        return cls(own.question, (*own.mismatches, _OTHER_TEMPLATE))
+        if split.matches(engine):
+            return cls.of([*turns, said("user", split.behind)], engine)
+        asked = "\n\n".join(part for part in split if part.strip())
+        own = cls.of([*turns, said("user", asked)], engine)
+        return replace(own, mismatches=(*own.mismatches, _OTHER_TEMPLATE))
+
+    @property
+    def written(self) -> str:
+        """History and question as text, for callbacks and traces."""
+        spoken = "".join(f"{one['role']}: {one['content']}\n" for one in self.history)
+        return f"{spoken}{self.question}"
 
 
 class Mismatches:

@@ -7,15 +7,9 @@ the event loop, and wrapping the decorated methods would fire every event twice.
 from __future__ import annotations
 
 import asyncio
-import copy
-import threading
-import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from llama_index.core.base.llms.generic_utils import (
-    messages_to_prompt,
-)
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -24,42 +18,17 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
-    LLMMetadata,
     MessageRole,
-)
-from llama_index.core.bridge.pydantic import (
-    Field,
-    PrivateAttr,
-    SecretStr,
-    ValidationError,
-    field_serializer,
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.llms.llm import default_completion_to_prompt
 
-from kvcache_rag import InvalidInputError
-from kvcache_rag.errors import expanded
 from kvcache_rag.generation import cancellable
-from kvcache_rag.integration import (
-    ConversationForms,
-    EngineOptions,
-    JsonGrammars,
-    MetadataWatch,
-    StoreOptions,
-    first_problem,
-    given_policy,
-    is_remote,
-    joined,
-    refuse_unknown,
-    rendered,
-)
-from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine, refuse_without_model
-from llama_index.kvcache_rag.matching import Ask, watch, writing
-from llama_index.kvcache_rag.options import ending_with, plain, turn
+from kvcache_rag.integration import ConversationForms
+from llama_index.kvcache_rag.matching import Ask, writing
+from llama_index.kvcache_rag.options import ending_with
 from llama_index.kvcache_rag.prefilling import prefill_nodes
 from llama_index.kvcache_rag.responses import (
-    Grounded,
     Prompt,
     Stream,
     aresponses,
@@ -79,7 +48,7 @@ from llama_index.kvcache_rag.tools import (
 )
 
 if TYPE_CHECKING:
-    import os
+    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     from llama_index.core.llms.llm import ToolSelection
@@ -91,31 +60,9 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
     from kvcache_rag.kv import ChunkKey
-    from kvcache_rag.policies import ReusePolicy
 
 
-# What an LLM of LlamaIndex has where its user wrote no form of his own.
-_OF_LLAMA_INDEX: Final = (messages_to_prompt, default_completion_to_prompt, None)
-# Of `generate_kwargs`, what is no argument of transformers' `generate()`.
-_OF_ENGINE: Final = (
-    *("max_new_tokens", "stop", "skip_special_tokens", "json_schema"),
-    *("chat_template_kwargs", "emit", "cancelled"),
-)
-# How what other packages and parts of this one call so is said here.
-_ELSEWHERE: Final = {
-    "temperature": 'generate_kwargs={"temperature": ...}',
-    "top_p": 'generate_kwargs={"temperature": ..., "top_p": ...}',
-    "top_k": 'generate_kwargs={"temperature": ..., "top_k": ...}',
-    "do_sample": 'generate_kwargs={"temperature": ...}',
-    "max_tokens": "max_new_tokens=",
-    "device": "device_map=",
-    "codec": "kv_codec=",
-    "ttl": "kv_ttl=",
-    "overflow": "KVCacheSynthesizer(overflow=...) or KVCacheQueryEngine.from_index(overflow=...)",
-}
-
-
-class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingLLM):
+class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
     The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`;
@@ -126,172 +73,17 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
     have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an `Auxiliary`
     `policy=CacheClip(auxiliary)`.
 
-    Attributes:
-        model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
-            with kvcache-rag; beside `base_url` the name under which the server has it.
-        base_url: Of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
-            instead of a model of this process; then neither torch nor a tokenizer is loaded, vector
-            stores prefill there, and `kv_dir` and `device_map` mean nothing.
-        api_key: For that server; never written down with the settings.
-        tokenizer_name: If it is not the model's own.
-        device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
-        max_new_tokens: Of an answer, if a call does not say.
-        generate_kwargs: Further arguments of `generate()`.
-        stopping_ids: Token ids that end an answer, besides the model's own.
-        is_chat_model: Whether LlamaIndex sends messages; None: if the tokenizer has a chat
-            template.
-        match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
-            packed by itself, and answered from their cached KV.  LlamaIndex's evaluators and
-            structured outputs are asked as they are; for a judge of your own set it off.
-        chat_template_kwargs: Values of the chat template's variables, such as `{"enable_thinking":
-            False}`; what changes the text before the chunks belongs into
-            `PromptTemplate(chat_template_kwargs=...)`.  A call may bring its own.
+    What it can be told stands in `LLMSettings`.
     """
 
-    model_name: str = ""
-    base_url: str | None = None
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    tokenizer_name: str | None = None
-    device_map: str | dict[str, Any] | None = None
-    max_new_tokens: int = Field(default=256, gt=0)
-    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    stopping_ids: list[int] = Field(default_factory=list)
-    is_chat_model: bool | None = None
-    match_chunks: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    _engine: Any = PrivateAttr(default=None)
-    _given: Any = PrivateAttr(default=(None, None))
-    _policy: Any = PrivateAttr(default=None)
-    _loads: bool = PrivateAttr(default=True)
-    _loading: Any = PrivateAttr(default_factory=threading.Lock)
-    _warned: set[str] = PrivateAttr(default_factory=set)
-    _grammars: JsonGrammars | None = PrivateAttr(default=None)
-    _watch: Any = PrivateAttr(default_factory=MetadataWatch)
-
-    def __init__(
-        self,
-        *,
-        engine: Engine | None = None,
-        model: Any = None,
-        tokenizer: Any = None,
-        policy: ReusePolicy | str | None = None,
-        **fields: Any,
-    ) -> None:
-        """Take an engine, a loaded model, or the name of one.
-
-        Args:
-            engine: Answers; then nothing is loaded, and `kv_dir` and `system_prompt` are its own.
-            model: A loaded transformers model, with `tokenizer`.
-            tokenizer: Of `model`, or instead of the one of `model_name`.
-            policy: What is reused of cached chunks, or the name of that, such as
-                "cacheblend:0.2"; None for the engine's: what the model was trained for.
-            fields: The attributes of the class, those of `StoreOptions` and `EngineOptions`, and
-                those of every LlamaIndex LLM.
-
-        Raises:
-            InvalidInputError: If an argument is unknown or cannot be used, nothing says which model
-                answers, or `engine` comes with what only a new engine could use.
-        """
-        fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
-        own = ("engine", "model", "tokenizer", "policy")
-        name = type(self).__name__
-        known = {*type(self).model_fields, *own}
-        refuse_unknown(fields, known, f"argument of {name}", _ELSEWHERE)
-        if isinstance(model, str):
-            raise InvalidInputError(
-                f"model= takes a loaded model; name one by KVCacheLLM(model_name={model!r})"
-            )
-        # `HuggingFaceLLM` takes None for "nothing"; pydantic would refuse it.
-        given = {field: value for field, value in fields.items() if value is not None}
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise first_problem(error.errors()) from error
-        if engine is not None:
-            refuse_beside_engine(self, model=model, tokenizer=tokenizer, base_url=self.base_url)
-        else:
-            refuse_without_model(self, model=model, tokenizer=tokenizer)
-        self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
-        self._given = (model, tokenizer)
-        if self.generate_kwargs and self.base_url is None:  # a server checks what it is told
-            _check_generation(self.generate_kwargs)
-        loaded = model if engine is None else engine.model
-        if not self.model_name and loaded is not None:
-            self.model_name = str(getattr(loaded, "name_or_path", "") or type(loaded).__name__)
-        watch()
+    if TYPE_CHECKING:
+        # Else type checkers make one of the fields alone, as of a dataclass.
+        def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None: ...
 
     @classmethod
     def class_name(cls) -> str:
         """Name in serialised settings."""
         return "KVCacheLLM"
-
-    @field_serializer("model_kwargs", "tokenizer_kwargs", "generate_kwargs")
-    def _serialise(self, value: dict[str, Any]) -> dict[str, Any]:
-        return plain(value)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, loaded with the first use."""
-        with self._loading:
-            if self._engine is None:
-                self._engine = load_engine(self, *self._given, policy=self._policy)
-        engine: Engine = self._engine
-        return engine
-
-    @property
-    def metadata(self) -> LLMMetadata:
-        """What LlamaIndex asks before it writes prompts; loads the model for what is not given."""
-        is_chat = self.is_chat_model
-        if is_chat is None and self.base_url is not None:
-            is_chat = True  # the server writes prompts of messages
-        if is_chat is None:
-            is_chat = ConversationForms.of(self.engine).has_chat_template
-        return LLMMetadata(
-            context_window=self.context_window or self.engine.context_window,
-            num_output=self.max_new_tokens,
-            is_chat_model=is_chat,
-            is_function_calling_model=self.base_url is None,
-            model_name=self.model_name or str(getattr(self.engine, "name", "")),
-        )
-
-    @property
-    def is_settings(self) -> bool:
-        """Whether its settings are enough to load the same engine again, elsewhere."""
-        return self._loads and self._given == (None, None) and self.template is None
-
-    @property
-    def chunks_of(self) -> tuple[Any, ...]:
-        """Whose chunks it computes, beside its settings; loads the model where these do not say."""
-        scorer = None if self._policy is None else self._policy.auxiliary
-        if self.is_settings:
-            return (scorer,)
-        engine = self.engine
-        is_known = not (is_remote(engine) or engine.why_useless)
-        return (scorer, engine.spec if is_known else None, engine.namespace)
-
-    @property
-    def watch(self) -> MetadataWatch:
-        """Notices metadata that changes in what the model reads."""
-        watch: MetadataWatch = self._watch
-        return watch
-
-    def keep_in(self, kv_dir: str | os.PathLike[str]) -> None:
-        """Keep the chunks' KV in a folder.
-
-        Raises:
-            InvalidInputError: If the KV is kept elsewhere already.
-        """
-        kv_dir = expanded(kv_dir)
-        if kv_dir == self.kv_dir or self.base_url is not None:
-            return
-        with self._loading:
-            if self._engine is not None or self.kv_dir is not None:
-                place = "elsewhere" if self.kv_dir is None else f"in {self.kv_dir}"
-                raise InvalidInputError(
-                    f"the LLM keeps its KV {place} already; give kv_dir= to the KVCacheLLM only"
-                )
-            self.kv_dir = kv_dir
 
     def prefill(
         self, nodes: Sequence[BaseNode], *, show_progress: bool = False
@@ -392,24 +184,24 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
     @stoppable(llm_chat_callback())
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat`, as a generator; its last item carries usage and metrics."""
-        ask, given = Ask.now(), dict(kwargs)
-        asked = self._spoken(ask, messages, given)
-        stream = self._open(asked.prompt, _both(given, asked.options))
-        return chat_responses(responses(stream, self._last(given, ask.note)), asked)
+        ask = Ask.now()
+        asked = self._spoken(ask, messages, kwargs)
+        stream = self._open(asked.prompt, asked.options)
+        return chat_responses(responses(stream, self._last(asked.options, ask.note)), asked)
 
     @stoppable(llm_chat_callback())
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """`stream_chat` that does not block the event loop."""
-        ask, given = Ask.now(), dict(kwargs)
+        ask = Ask.now()
 
         def start() -> tuple[Spoken, Stream]:
-            asked = self._spoken(ask, messages, given)
-            return asked, self._open(asked.prompt, _both(given, asked.options))
+            asked = self._spoken(ask, messages, kwargs)
+            return asked, self._open(asked.prompt, asked.options)
 
         asked, stream = await asyncio.to_thread(start)
-        completions = aresponses(stream, self._last(given, ask.note))
+        completions = aresponses(stream, self._last(asked.options, ask.note))
         del stream  # whoever drops the responses drops it
         return achat_responses(completions, asked)
 
@@ -448,20 +240,6 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             InvalidInputError: If there is none, unless `error_on_no_tool_call` is off.
         """
         return selections(response, error_on_no_tool_call)
-
-    def chat_prompt(self, messages: Sequence[ChatMessage], **chat: Any) -> str:
-        """Messages as one text, with the beginning of the answer.
-
-        Args:
-            messages: Oldest first.
-            chat: Arguments of `Engine.render_chat`.
-        """
-        own = self.messages_to_prompt
-        if own is not None and own is not messages_to_prompt:
-            return self.engine.compose(
-                lambda cover: own([_covered(message, cover) for message in messages])
-            )
-        return rendered(self.engine.render_chat, joined(map(turn, messages)), **chat)
 
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
     @spanned(llm_completion_callback())
@@ -511,45 +289,27 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
         kwargs: Mapping[str, Any],
         **more: Any,
     ) -> ChatResponse:
-        given = dict(kwargs)
-        asked = self._spoken(ask, messages, given)
-        response = ask.note(self._answer(asked.prompt, _both(given, asked.options), **more))
+        asked = self._spoken(ask, messages, kwargs)
+        response = ask.note(self._answer(asked.prompt, asked.options, **more))
         return Speaking(asked).whole(response)
 
     def _completion(self, ask: Ask, prompt: str, formatted: bool) -> Prompt:
         said = () if formatted else (ChatMessage(role=MessageRole.USER, content=prompt),)
         return ask.prompt(self, said, lambda: self._formatted(prompt, formatted))
 
-    def _spoken(self, ask: Ask, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Spoken:
+    def _spoken(
+        self, ask: Ask, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]
+    ) -> Spoken:
         def plain(chat: Mapping[str, Any]) -> Prompt:
             return ask.prompt(self, messages, lambda: self.chat_prompt(messages, **chat))
 
-        return spoken(self, messages, given, plain, ask.nodes)
-
-    @property
-    def has_own_form(self) -> bool:
-        """Whether the user writes prompts in a form of his own, in which they then stay."""
-        own = (self.messages_to_prompt, self.completion_to_prompt, self.query_wrapper_prompt)
-        return any(
-            form not in (None, default) for form, default in zip(own, _OF_LLAMA_INDEX, strict=True)
-        )
-
-    def warn_once(self, text: str) -> None:
-        """Warn, unless this LLM did so before."""
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=2)
+        return spoken(self, messages, kwargs, plain, ask.nodes)
 
     def _formatted(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
             return prompt
         form = self.completion_to_prompt
         return self.engine.compose(lambda cover: form(cover(prompt)))
-
-    def _chosen(self, request: Prompt) -> Prompt:
-        if isinstance(request, Grounded) and request.policy is None and self._policy is not None:
-            return replace(request, policy=self._policy)
-        return request
 
     def with_schema(self, schema: dict[str, Any]) -> Self:
         """The same LLM, whose every answer fits a JSON schema.
@@ -558,25 +318,29 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
             MissingExtraError: If llguidance is not installed.
             InvalidInputError: If decoding cannot be held to the schema.
         """
-        self._json_grammars.processor(schema)
+        ConversationForms.of(self.engine).grammars.processor(schema)
         options = {**self.generate_kwargs, "json_schema": schema}
         # A prompt that asks for objects stays as it is.
         return self.model_copy(update={"generate_kwargs": options, "match_chunks": False})
 
-    @property
-    def _json_grammars(self) -> JsonGrammars:
-        engine = self.engine
-        with self._loading:
-            if self._grammars is None:
-                self._grammars = JsonGrammars(engine.model, engine.tokenizer)
-            return self._grammars
+    def _chosen(self, asked: Prompt) -> Prompt:
+        """What is asked, under the policy of the LLM where it has none."""
+        question = asked.question
+        if question.is_completion or question.options.get("policy") is not None:
+            return asked
+        options = {**question.options, "policy": self._policy}
+        return replace(asked, question=replace(question, options=options))
 
     def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = {"max_new_tokens": self.max_new_tokens, **self.generate_kwargs, **kwargs}
         if self.stopping_ids:
             given.setdefault("eos_token_id", ending_with(self.stopping_ids, self.engine.model))
         schema = given.pop("json_schema", None)
-        return given if schema is None else self._json_grammars.held(schema, given)
+        return (
+            given
+            if schema is None
+            else ConversationForms.of(self.engine).grammars.held(schema, given)
+        )
 
     def _last(
         self, kwargs: Mapping[str, Any], note: Callable[[CompletionResponse], object] | None = None
@@ -591,48 +355,3 @@ class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingL
                 refuse_cut(response, given["max_new_tokens"])
 
         return check
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Settings of its own, the same engine: a model is not copied by accident."""
-        held = {k: copy.copy(one) for k, one in vars(self).items() if isinstance(one, (dict, list))}
-        return self.model_copy(update=held)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Settings only; the model is loaded again by its name where it is needed.
-
-        Raises:
-            InvalidInputError: If the engine or the model was handed in.
-        """
-        if not self._loads or self._given != (None, None):
-            raise InvalidInputError(
-                "a KVCacheLLM with engine=, model= or tokenizer= cannot be pickled; give it "
-                "model_name= and the settings"
-            )
-        return {"fields": dict(self.__dict__), "policy": self._policy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Without an engine; it is loaded with the first use."""
-        KVCacheLLM.__init__(self, policy=state["policy"], **state["fields"])
-
-
-def _check_generation(generate_kwargs: Mapping[str, Any]) -> None:
-    from kvcache_rag.integration import checked_generation  # with torch
-
-    options = {name: one for name, one in generate_kwargs.items() if name not in _OF_ENGINE}
-    checked_generation(options, streaming=False)
-
-
-def _both(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call and what its messages add to them."""
-    processors = [one for part in (given, options) for one in part.get("logits_processor") or ()]
-    return {**given, **options, **({"logits_processor": processors} if processors else {})}
-
-
-def _covered(message: ChatMessage, cover: Callable[[str], str]) -> ChatMessage:
-    """A message whose text is covered; without any it stays as it is."""
-    text = message.content
-    if not text or cover(text) == text:
-        return message
-    return ChatMessage(
-        role=message.role, content=cover(text), additional_kwargs=message.additional_kwargs
-    )

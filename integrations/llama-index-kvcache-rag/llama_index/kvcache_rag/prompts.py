@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from llama_index.core.prompts import BasePromptTemplate
 
     from kvcache_rag import Engine
-    from llama_index.kvcache_rag.llm import KVCacheLLM
     from llama_index.kvcache_rag.responses import Prompt
+    from llama_index.kvcache_rag.settings import LLMSettings
 
 _CONTEXT: Final = "@@kvcache-rag-context@@"
 _QUERY: Final = "@@kvcache-rag-query@@"
@@ -50,18 +50,16 @@ class Task:
         prompt: The whole prompt as text, for callbacks.
         request: What the LLM gets: question and chunks, or a plain text.
         template: The template it was written by.
-        places: Of its chunks, the numbers of the nodes, or texts, that it was asked over.
     """
 
     query: str
     prompt: str
     request: Prompt
     template: BasePromptTemplate
-    places: tuple[int, ...] = ()
 
 
 def split_template(
-    template: BasePromptTemplate, llm: KVCacheLLM, query: str, **variables: Any
+    template: BasePromptTemplate, llm: LLMSettings, query: str, **variables: Any
 ) -> SplitPrompt | None:
     """Render a template and cut it at its context.
 
@@ -87,7 +85,7 @@ def split_template(
 
 def plain_prompt(
     template: BasePromptTemplate,
-    llm: KVCacheLLM,
+    llm: LLMSettings,
     query: str,
     texts: Sequence[str],
     **variables: Any,

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.schema import BaseNode, MetadataMode
 
 from kvcache_rag.integration import REFERENCE_KEYS, Reference, Shown, check_unicode
+from kvcache_rag.integration.question import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from kvcache_rag import Engine
-    from kvcache_rag.generation import StoredChunk
     from kvcache_rag.integration import MetadataWatch
 
 
@@ -69,30 +68,21 @@ def warn_of_changes(node: BaseNode, text: str, watch: MetadataWatch) -> None:
         )
 
 
-def chunks_of(
-    nodes: Sequence[BaseNode], texts: Sequence[str], engine: Engine
-) -> list[StoredChunk | str]:
-    """What to hand to the engine: each chunk by reference if that still holds, else by its text.
+def source_of(node: BaseNode, text: str, *, score: float | None = None, place: int = 0) -> Source:
+    """A node as what a chunk is of.
 
     Args:
-        nodes: Retrieved nodes, none if there are only texts.
-        texts: Their LLM texts now; postprocessors may have changed them since they were stored.
-        engine: The engine that will answer.
-
-    Returns:
-        Without those that have no text (an image), which have nothing to say here.
+        node: As it was retrieved.
+        text: Its LLM text now; postprocessors may have changed it since it was stored.
+        score: If it has one.
+        place: Its number among those that were retrieved with it.
 
     Raises:
-        InvalidInputError: If a text is not valid Unicode.
+        InvalidInputError: If the text is not valid Unicode.
     """
-    chunks: list[StoredChunk | str] = list(texts)
-    if nodes:
-        chunks = []
-        for node, text in zip(nodes, texts, strict=True):
-            check_unicode(f"the text of node {node.node_id!r}", text)
-            reference = Reference.from_metadata(node.metadata)
-            chunks.append(text if reference is None else reference.chunk(text, engine))
-    return [chunk for chunk, text in zip(chunks, texts, strict=True) if text.strip()]
+    check_unicode(f"the text of node {node.node_id!r}", text)
+    reference = Reference.from_metadata(node.metadata)
+    return Source(text, node.node_id, score, place, reference)
 
 
 def _without(metadata: Mapping[str, Any]) -> dict[str, Any]:

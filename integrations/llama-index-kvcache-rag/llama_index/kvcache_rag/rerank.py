@@ -12,9 +12,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle  # pydantic reads
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import NamedArguments
 from kvcache_rag.generation import cancellable
+from kvcache_rag.integration.ranking import check_most, ranked
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
-from llama_index.kvcache_rag.references import chunks_of, llm_text
+from llama_index.kvcache_rag.references import llm_text, source_of
 
 if TYPE_CHECKING:
     import threading
@@ -66,8 +67,7 @@ class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
             raise InvalidInputError(
                 "KVCacheRerank reads a question behind nodes; give query_bundle= or query_str="
             )
-        if self.top_n is not None and self.top_n < 1:
-            raise InvalidInputError(f"top_n must be at least 1, not {self.top_n}")
+        check_most(self.top_n)
         llm, question = kv_llm(self.llm), query.query_str
         _DISPATCHER.event(
             ReRankStartEvent(
@@ -78,18 +78,18 @@ class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
             )
         )
         texts = [llm_text(one.node) for one in nodes]
-        read = [number for number, text in enumerate(texts) if text.strip()]
         engine = llm.engine
-        chunks = chunks_of([nodes[one].node for one in read], [texts[one] for one in read], engine)
-        relevance: tuple[float, ...] = ()
-        if chunks:
-            relevance = engine.read(question, chunks, cancelled=cancelled).relevance
-        scored = [
-            NodeWithScore(node=nodes[one].node, score=score)
-            for one, score in zip(read, relevance, strict=True)
+        numbers = ranked(
+            engine,
+            question,
+            texts,
+            lambda number: source_of(nodes[number].node, texts[number]).chunk(engine),
+            most=self.top_n,
+            cancelled=cancelled,
+        )
+        found = [
+            nodes[number] if score is None else NodeWithScore(node=nodes[number].node, score=score)
+            for number, score in numbers
         ]
-        scored.sort(key=lambda one: one.get_score(), reverse=True)  # equal ones stay as they were
-        silent = [one for one, text in zip(nodes, texts, strict=True) if not text.strip()]
-        ranked = [*scored, *silent][: self.top_n]
-        _DISPATCHER.event(ReRankEndEvent(nodes=ranked))
-        return ranked
+        _DISPATCHER.event(ReRankEndEvent(nodes=found))
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from llama_index.core.base.llms.types import (
     CompletionResponse,
@@ -13,72 +13,30 @@ from llama_index.core.base.llms.types import (
 
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.generation import AsyncAnswerStream
+from kvcache_rag.integration.question import SourcedQuestion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcache_rag import Answer, Engine, Metrics
-    from kvcache_rag.generation import AnswerStream, StoredChunk
-    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag import Answer, Engine
+    from kvcache_rag.generation import AnswerStream
+
+_Asked = TypeVar("_Asked")
+
+
+Prompt: TypeAlias = SourcedQuestion
+"""What `KVCacheLLM` answers: a text to be continued as it is, or a question over chunks."""
 
 
 @dataclass(frozen=True)
-class Grounded:
-    """A question with the chunks that are to answer it.
+class Packed(SourcedQuestion):
+    """A question whose chunks were found in a prompt that LlamaIndex packed.
 
     Attributes:
-        question: What stands behind the chunks.
-        chunks: By reference or as text, best first unless there are scores.
-        policy: What of them is reused, None for the LLM's policy.
-        overflow: What to do when they do not fit the context window.
-        prefix_mismatch: Whether the caller's prompt wanted other text before the chunks; goes into
-            the metrics.
-        scores: Of the chunks, if all have one: a postprocessor may have put them into another
-            order.
-        history: Earlier turns; they stand behind the chunks.
-        nodes: Ids of the nodes that the chunks are of, "" of one that is not known; none at all
-            where there are only texts.
-        asked: What is asked, where the question has more in it; "" for the question.
         pasted: Writes the same as one text, for when the chunks do not fit; None to refuse it.
     """
 
-    question: str
-    chunks: tuple[StoredChunk | str, ...]
-    policy: ReusePolicy | None = None
-    overflow: str = "refine"
-    prefix_mismatch: bool = False
-    scores: tuple[float, ...] | None = None
-    history: tuple[dict[str, str], ...] = ()
-    nodes: tuple[str, ...] = ()
-    asked: str = ""
     pasted: Callable[[], str] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of `Engine.generate`."""
-        return {
-            "chunks": self.chunks,
-            "policy": self.policy,
-            "overflow": self.overflow,
-            "prefix_mismatch": self.prefix_mismatch,
-            "scores": self.scores,
-            "history": self.history,
-            "asked": self.asked,
-        }
-
-
-@dataclass(frozen=True)
-class Pasted:
-    """A text to be continued as it is, although it has a context that chunks might have been.
-
-    Attributes:
-        text: The whole prompt.
-    """
-
-    text: str
-
-
-Prompt: TypeAlias = "str | Grounded | Pasted"
-"""A text to be continued as it is, or a question over chunks."""
 
 
 @dataclass(frozen=True)
@@ -95,47 +53,24 @@ class Stream:
 
 
 def respond(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> CompletionResponse:
-    """Generate the whole response.
-
-    `raw["kv_cache"]["prompt"]` says what became of the caller's prompt: "reused" if its chunks were
-    answered from where they stood, "rearranged" if something stood before or between them that
-    stands behind them now, "pasted" if nothing of its context could be a chunk, "plain" if it has
-    none.  Beside the chunks' numbers, `["answered_from_ids"]` has the ids of their nodes.
-    """
-    if isinstance(prompt, Grounded):
-        try:
-            found = engine.generate(prompt.question, **prompt.options(), **options)
-        except ContextTooLongError:
-            if prompt.pasted is None:
-                raise
-            prompt = Pasted(prompt.pasted())
-        else:
-            return _finished(found, prompt)
-    return _finished(engine.complete(_text(prompt), **options), prompt)
+    """Generate the whole response."""
+    return _finished(*_fitting(prompt, lambda one: one.answer(engine, options)))
 
 
 def open_stream(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
     """Check the prompt and start generating."""
-    if isinstance(prompt, Grounded):
-        try:
-            pieces = engine.stream(prompt.question, **prompt.options(), **options)
-        except ContextTooLongError:
-            if prompt.pasted is None:
-                raise
-            prompt = Pasted(prompt.pasted())
-        else:
-            return Stream(pieces, prompt)
-    return Stream(engine.stream_complete(_text(prompt), **options), prompt)
+    return Stream(*_fitting(prompt, lambda one: one.stream(engine, options)))
 
 
-def _text(prompt: str | Pasted) -> str:
-    return prompt.text if isinstance(prompt, Pasted) else prompt
-
-
-def _form(prompt: Prompt) -> str:
-    if isinstance(prompt, Grounded):
-        return "rearranged" if prompt.prefix_mismatch else "reused"
-    return "pasted" if isinstance(prompt, Pasted) else "plain"
+def _fitting(prompt: Prompt, ask: Callable[[Prompt], _Asked]) -> tuple[_Asked, Prompt]:
+    """What an engine is asked, as it was written where its chunks do not fit."""
+    try:
+        return ask(prompt), prompt
+    except ContextTooLongError:
+        if not isinstance(prompt, Packed) or prompt.pasted is None:
+            raise
+    as_text = Prompt.text(prompt.pasted(), "pasted")
+    return ask(as_text), as_text
 
 
 def responses(
@@ -195,13 +130,7 @@ def _finished(answer: Answer, prompt: Prompt, delta: str | None = None) -> Compl
         delta=delta,
         raw={
             "usage": usage,
-            "kv_cache": _cost(metrics, prompt),
+            "kv_cache": prompt.cost(metrics),
             "finish_reason": answer.finish_reason,
         },
     )
-
-
-def _cost(metrics: Metrics, prompt: Prompt) -> dict[str, Any]:
-    nodes = prompt.nodes if isinstance(prompt, Grounded) else ()
-    ids = [(nodes[at] or None) if nodes else None for at in metrics.answered_from]
-    return {**metrics.to_dict(), "answered_from_ids": ids, "prompt": _form(prompt)}

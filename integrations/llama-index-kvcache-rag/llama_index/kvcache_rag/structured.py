@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 from llama_index.core.base.base_selector import MultiSelection, SingleSelection
 from llama_index.core.base.llms.types import ChatResponse
 from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.output_parsers import PydanticOutputParser, SelectionOutputParser
 from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.prompts.prompt_type import PromptType
@@ -30,7 +29,8 @@ from pydantic_core import from_json
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import json_grammar
-from llama_index.kvcache_rag.matching import told
+from llama_index.kvcache_rag.settings import LLMSettings
+from llama_index.kvcache_rag.watching import told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -45,7 +45,7 @@ _CHOICES: Final = re.compile(r"numbered list \(1 to (\d+)\)")
 _OURS: Final = (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM)
 
 
-class StructuredOutput(CustomLLM):
+class StructuredOutput(LLMSettings):
     """An LLM whose calls take `json_schema=`, and which hands it on where LlamaIndex does not."""
 
     def structured_predict(

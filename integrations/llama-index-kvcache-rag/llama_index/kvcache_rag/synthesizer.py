@@ -25,13 +25,14 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError, Metrics
 from kvcache_rag.errors import arguments_of
-from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, scores_by_step
-from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
+from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, said
+from kvcache_rag.integration.question import Source, as_chunks
+from llama_index.kvcache_rag.conversation import Mismatches, Wording, spoken_turns
 from llama_index.kvcache_rag.defaults import kv_llm_with_class
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
 from llama_index.kvcache_rag.prompts import Task, own_template, plain_prompt, written_prompt
-from llama_index.kvcache_rag.references import chunks_of, warn_of_changes
-from llama_index.kvcache_rag.responses import Grounded
+from llama_index.kvcache_rag.references import source_of, warn_of_changes
+from llama_index.kvcache_rag.responses import Prompt
 from llama_index.kvcache_rag.structured import class_schema
 
 if TYPE_CHECKING:
@@ -244,45 +245,35 @@ class KVCacheSynthesizer(BaseSynthesizer):
         variables: dict[str, Any],
     ) -> Task:
         llm, template, asked = self._kv_llm, self._template, f"{query}{self._told}"
-        spoken = Conversation.of(self._messages, llm.engine)
-        wording = Wording.of(asked, spoken)
+        engine, turns = llm.engine, spoken_turns(self._messages)
+        wording = Wording.of([*turns, said("user", asked)], engine)
         if template is not None:
-            found = Wording.by(template, asked, spoken, llm, **variables)
+            found = Wording.by(template, asked, turns, llm, **variables)
             if found is None:
                 text = plain_prompt(template, llm, asked, texts, **variables)
-                return self._started(Task(query, text, text, template))
+                return self._started(Task(query, text, Prompt.text(text), template))
             wording = found
-        question, turns, mismatch = wording.question, spoken.turns, bool(wording.mismatches)
         self._mismatches.note(wording.mismatches)
-        for one, text in zip(nodes, texts, strict=False):
+        step = [Source(text, place=place) for place, text in enumerate(texts)]
+        for place, (one, text) in enumerate(zip(nodes, texts, strict=False)):
             warn_of_changes(one.node, text, llm.watch)
-        # What is read twice says no more; what has no text is no chunk.
-        places = {text: index for index, text in reversed([*enumerate(texts)]) if text.strip()}
-        read = sorted(places.values())
-        known = scores_by_step(
-            [
-                [
-                    (texts[index], nodes[index].score)
-                    for index in range(len(nodes))
-                    if texts[index] in places
-                ]
-            ]
+            step[place] = source_of(one.node, text, score=one.score, place=place)
+        sources, scores = as_chunks([step])
+        request = Prompt.over(
+            wording.question,
+            sources,
+            [one.chunk(engine) for one in sources],
+            prefix_mismatch=bool(wording.mismatches),
+            policy=self._policy,
+            overflow=self._overflow,
+            scores=scores,
+            history=wording.history,
+            asked=query,
         )
-        scores = None if known is None else tuple(known[texts[index]] for index in read)
-        chunks = tuple(
-            chunks_of(
-                [nodes[index].node for index in read] if nodes else [],
-                [texts[index] for index in read],
-                llm.engine,
-            )
+        prompt = written_prompt(engine, texts, wording.written)
+        return self._started(
+            Task(query, prompt, request, template or PromptTemplate(own_template(engine)))
         )
-        ids = tuple(nodes[index].node.node_id for index in read) if nodes else ()
-        request = Grounded(
-            question, chunks, self._policy, self._overflow, mismatch, scores, turns, ids, query
-        )
-        prompt = written_prompt(llm.engine, texts, spoken.written(question))
-        template = template or PromptTemplate(own_template(llm.engine))
-        return self._started(Task(query, prompt, request, template, tuple(read)))
 
     def _started(self, task: Task) -> Task:
         arguments = {"query_str": task.query}
@@ -327,15 +318,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
     ) -> None:
         if response is None or not isinstance(response.raw, dict):
             return
-        cost = response.raw["kv_cache"]
-        report.update(
-            cost,
-            answered_from=[task.places[at] for at in cost["answered_from"]],
-            **{
-                name: [{**one, "chunk": task.places[one["chunk"]]} for one in cost[name]]
-                for name in ("missed", "relevance")
-            },
-        )
+        report.update(response.raw["kv_cache"])
         dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
 
     # ------------------------------------------------------------------ prompts

@@ -7,7 +7,7 @@ again (`matching`), stand before the conversation as chunks, and the tool's mess
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.types import (
@@ -26,33 +26,31 @@ from kvcache_rag.integration import (
     ConversationForms,
     Reasoning,
     ToolCall,
-    ToolChoice,
     UnreadableCall,
-    instructed,
-    joined,
-    reference_to,
-    scores_by_step,
+    rendered,
 )
-from llama_index.kvcache_rag.matching import chunk_of, found_in, ids_of
+from kvcache_rag.integration.question import (
+    AskedMessages,
+    SaidMessage,
+    SaidPart,
+    answer_reader,
+    take_choice,
+    with_form,
+)
+from llama_index.kvcache_rag.matching import found_in, in_prompt, source_of
 from llama_index.kvcache_rag.options import turn
-from llama_index.kvcache_rag.responses import Grounded
+from llama_index.kvcache_rag.responses import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 
     from llama_index.core.base.llms.types import CompletionResponse
 
-    from kvcache_rag.integration import (
-        AnswerPart,
-        AnswerReader,
-        ConversationForm,
-        FoundText,
-        Turn,
-    )
-    from llama_index.kvcache_rag.llm import KVCacheLLM
-    from llama_index.kvcache_rag.matching import KnownNode
-    from llama_index.kvcache_rag.responses import Prompt
+    from kvcache_rag.integration import AnswerPart, AnswerReader, ConversationForm, Turn
+    from kvcache_rag.integration.question import Source
+    from llama_index.kvcache_rag.settings import LLMSettings
 
+_OF_TOOLS: Final = (MessageRole.TOOL, MessageRole.FUNCTION)
 _HOLDING: Final = ("logits_processor", "json_schema")
 """Arguments that decide how an answer is written, so that it can be no call of a tool."""
 
@@ -63,7 +61,7 @@ class Spoken:
 
     Attributes:
         prompt: A text, or a question over chunks.
-        options: For the engine, beside those of the call.
+        options: Of the call, and what the form adds.
         form: How the answer is read.
         written: Writes the prompt, or what it would be without chunks.
     """
@@ -73,77 +71,68 @@ class Spoken:
     form: ConversationForm
     written: Callable[[], str]
 
-    def reader(self) -> AnswerReader | None:
-        """What takes the answer apart; None where it is its text."""
-        return self.form.reader(self.written)
+    def reader(self) -> AnswerReader:
+        """What takes the answer apart."""
+        return answer_reader(self.form, self.written)
 
 
 def spoken(
-    llm: KVCacheLLM,
+    llm: LLMSettings,
     messages: Sequence[ChatMessage],
-    given: dict[str, Any],
+    options: Mapping[str, Any],
     plain: Callable[[Mapping[str, Any]], Prompt],
-    nodes: Mapping[str, KnownNode],
+    nodes: Mapping[str, Source],
 ) -> Spoken:
     """Read messages with calls of tools, and the tools of a call, for the engine.
 
     Args:
         llm: Is asked.
         messages: Oldest first.
-        given: Arguments of the call; those about tools and the chat template are taken out.
+        options: Arguments of the call; those about tools and the chat template are taken out.
         plain: Reads messages without calls, given arguments of `Engine.render_chat`.
         nodes: That were retrieved last, by their texts.
 
     Raises:
         InvalidInputError: If tools cannot be used.
     """
-    tools, chosen, parallel = (
-        given.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")
-    )
+    given = dict(options)
+    choice = take_choice(given)
     values = given.pop("chat_template_kwargs", None) or llm.chat_template_kwargs
-    choice = ToolChoice.of(tools, chosen if tools else None, parallel)
-    forms = ConversationForms.of(llm.engine)
+    engine, forms = llm.engine, ConversationForms.of(llm.engine)
     is_held = any({**llm.generate_kwargs, **given}.get(name) for name in _HOLDING)
-    if not choice.may_call and not any(map(_is_of_tools, messages)):
-        form = forms.form((), choice, values, is_held=is_held)
-        prompt = plain(form.chat)
-        written = prompt if isinstance(prompt, str) else lambda: llm.chat_prompt(messages)
-        more = form.chat if isinstance(prompt, Grounded) else {}
-        return Spoken(prompt, {**form.options, **more}, form, _writer(written))
-    if llm.has_own_form:
+    has_tools = choice.may_call or any(map(_is_of_tools, messages))
+    if has_tools and llm.has_own_form:
         raise InvalidInputError(
             "tools are written by the tokenizer's chat template; leave messages_to_prompt out"
         )
-    conversation = _Conversation.of(llm, messages, nodes)
-    form = forms.form(conversation.turns, choice, values, is_held=is_held)
+    read = AskedMessages(())
+    if has_tools:
+        said = [_said(message, llm, nodes) for message in messages]
+        read = AskedMessages.of(said, engine.prefix_text, engine.template.system)
+        read = replace(read, sources=in_prompt(read.sources))
+    form = forms.form(read.turns, choice, values, is_held=is_held)
     if form.is_fallback:
         llm.warn_once(JSON_FORM)
-    render = llm.engine.render_chat
-    if not conversation.found:
-        text = render(form.turns, **form.chat)
-        return Spoken(text, form.options, form, lambda: text)
-    question, history = form.asked
-    known = scores_by_step(conversation.steps)
-    grounded = Grounded(
-        question,
-        tuple(chunk_of(one, llm.engine) for one in conversation.found),
-        overflow="drop_lowest",
-        prefix_mismatch=conversation.prefix_mismatch,
-        scores=None if known is None else tuple(known[one.text] for one in conversation.found),
-        history=history,
-        nodes=ids_of(conversation.found, nodes),
-        asked=conversation.asked,
-    )
-    options = {**form.options, **form.chat}
-    return Spoken(grounded, options, form, lambda: render(form.turns, **form.chat))
 
+    def written() -> str:
+        if not has_tools:
+            return llm.chat_prompt(messages)
+        return rendered(engine.render_chat, form.turns, **form.chat)
 
-def _writer(written: str | Callable[[], str]) -> Callable[[], str]:
-    return (lambda: written) if isinstance(written, str) else written
+    if not has_tools:
+        prompt = plain(form.chat)
+    elif read.is_grounded:
+        chunks = [one.chunk(engine) for one in read.sources]
+        prompt = read.question(form, chunks, overflow="drop_lowest")
+    else:
+        prompt = Prompt.text(written())
+    asked = prompt.question
+    added = with_form(given, form, is_grounded=not asked.is_completion)
+    return Spoken(prompt, added, form, (lambda: asked.text) if asked.is_completion else written)
 
 
 def _is_of_tools(message: ChatMessage) -> bool:
-    return message.role in (MessageRole.TOOL, MessageRole.FUNCTION) or bool(_calls(message))
+    return message.role in _OF_TOOLS or bool(_calls(message))
 
 
 def _calls(message: ChatMessage) -> list[Turn]:
@@ -158,59 +147,17 @@ def _calls(message: ChatMessage) -> list[Turn]:
     ]
 
 
-@dataclass
-class _Conversation:
-    """Turns, and the chunks that what tools said refers to."""
-
-    nodes: Mapping[str, KnownNode]
-    turns: list[Turn] = field(default_factory=list)
-    found: list[FoundText] = field(default_factory=list)
-    steps: list[list[tuple[str, float | None]]] = field(default_factory=list)
-    prefix_mismatch: bool = False
-    asked: str = ""
-
-    @classmethod
-    def of(
-        cls, llm: KVCacheLLM, messages: Sequence[ChatMessage], nodes: Mapping[str, KnownNode]
-    ) -> _Conversation:
-        read = cls(nodes)
-        for message in messages:
-            read.add(message, llm)
-        if read.found:
-            own = (llm.engine.prefix_text, llm.engine.template.system)
-            read.turns, read.prefix_mismatch = instructed(read.turns, *own)
-        else:
-            read.turns = joined(read.turns)
-        return read
-
-    def add(self, message: ChatMessage, llm: KVCacheLLM) -> None:
-        """Read one more message."""
-        one: Turn = dict(turn(message))
-        if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
-            one["role"] = "tool"
-            found = found_in(one["content"], llm)
-            known = [(each.text, self.nodes.get(each.text)) for each in found]
-            self.steps.append([(text, one and one.score) for text, one in known])
-            one["content"] = self._referring(one["content"], found)
-            named = ("name", "tool_call_id")
-            one |= {name: message.additional_kwargs.get(name) for name in named}
-        elif calls := _calls(message):
-            one["tool_calls"] = calls
-        elif one["role"] == "user":
-            self.asked = one["content"]
-        self.turns.append({name: value for name, value in one.items() if value is not None})
-
-    def _referring(self, content: str, found: Sequence[FoundText]) -> str:
-        parts, at = [], 0
-        for one in found:
-            texts = [known.text for known in self.found]
-            if one.text not in texts:
-                self.found.append(one)
-                texts.append(one.text)
-            number = texts.index(one.text) + 1
-            parts += [content[at : one.start], reference_to(one.text, number)]
-            at = one.end
-        return "".join([*parts, content[at:]])
+def _said(message: ChatMessage, llm: LLMSettings, nodes: Mapping[str, Source]) -> SaidMessage:
+    one = turn(message)
+    role, text = one["role"], one["content"]
+    if message.role in _OF_TOOLS:
+        found = found_in(text, llm)
+        within = tuple((text[each.start : each.end], source_of(each, nodes)) for each in found)
+        named = {name: message.additional_kwargs.get(name) for name in ("name", "tool_call_id")}
+        more = {name: value for name, value in named.items() if value is not None}
+        return SaidMessage("tool", (SaidPart(text, within=within),), more)
+    calls = _calls(message)
+    return SaidMessage(role, (SaidPart(text),), {"tool_calls": calls} if calls else {})
 
 
 class Speaking:
@@ -225,25 +172,17 @@ class Speaking:
 
     def whole(self, completion: CompletionResponse) -> ChatResponse:
         """The response of a whole answer."""
-        self._take([*self._parts(completion.text), *self._rest()])
+        self._take([*self._reader.feed(completion.text), *self._reader.finish()])
         return self._response(completion, None, "")
 
     def piece(self, completion: CompletionResponse) -> ChatResponse | None:
         """The response after one more piece; None while it is not known what the piece is."""
-        parts = self._parts(completion.delta or "")
+        parts = self._reader.feed(completion.delta or "")
         is_last = completion.raw is not None
         if is_last:
-            parts += self._rest()
+            parts += self._reader.finish()
         said, thought = self._take(parts)
         return self._response(completion, said, thought) if parts or is_last else None
-
-    def _parts(self, text: str) -> list[AnswerPart]:
-        if self._reader is not None:
-            return self._reader.feed(text)
-        return [text] if text else []
-
-    def _rest(self) -> list[AnswerPart]:
-        return [] if self._reader is None else self._reader.finish()
 
     def _take(self, parts: Sequence[AnswerPart]) -> tuple[str, str]:
         """Add parts to the answer; gives what of them is text and what thought."""

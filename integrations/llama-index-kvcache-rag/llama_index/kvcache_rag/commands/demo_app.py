@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -16,15 +15,14 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from kvcache_rag.integration import parameter_count
 from llama_index.kvcache_rag.commands.corpus import embedding, open_store
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
-from llama_index.kvcache_rag.commands.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
-    from kvcache_rag.models import WeightFormat
     from kvcache_rag.policies import ReusePolicy
+    from llama_index.kvcache_rag.commands.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -107,31 +105,19 @@ class DemoApp:
 
     def __init__(
         self,
-        folder: str,
-        collection: str,
+        settings: Settings,
         *,
-        model: str,
         top_k: int,
         max_new_tokens: int,
         policy: ReusePolicy | None = None,
-        backend: str = "transformers",
-        adapter: str | None = None,
-        weight_format: WeightFormat = "auto",
-        embed: str = "minilm",
     ) -> None:
         """Load the models and open what an earlier run left.
 
         Args:
-            folder: Where everything is kept.
-            collection: Name of the collection.
-            model: As `KVCacheLLM` takes it.
+            settings: Who is asked, and where everything is kept.
             top_k: Nodes per question.
             max_new_tokens: Longest answer.
             policy: What is reused of cached chunks; None for the LLM's default.
-            backend: As for `KVCacheLLM`.
-            adapter: As for `KVCacheLLM`.
-            weight_format: As for `KVCacheLLM`.
-            embed: Embedding, as `embedding` takes it.
 
         Raises:
             KVCacheRagError: If a model cannot be loaded.
@@ -141,20 +127,10 @@ class DemoApp:
         from kvcache_rag import FullRecompute
         from llama_index.kvcache_rag import KVCacheLLM, KVCacheQueryEngine
 
-        root, self.top_k = Path(folder), top_k
-        self.settings = Settings(
-            model=model,
-            backend=backend,
-            adapter=adapter,
-            weight_format=weight_format,
-            kv_dir=str(root / "kv"),
-            chroma=str(root / "chroma"),
-            embed=embed,
-            collection=collection,
-        )
+        self.settings, self.top_k = settings, top_k
         self.llm = KVCacheLLM(**self.settings.of_llm, max_new_tokens=max_new_tokens)
         self.parameters = parameter_count(self.llm.engine.model)
-        self._embed_model = embedding(embed)
+        self._embed_model = embedding(settings.embed)
         self._store = open_store(self.settings, self.llm)
         index = VectorStoreIndex.from_vector_store(self._store, embed_model=self._embed_model)
         common: dict[str, Any] = {
@@ -204,10 +180,6 @@ class DemoApp:
             seconds=seconds,
             nbytes=sum(after.get(digest, 0) for digest in chunks),
         )
-
-    def warm_up(self, question: str) -> None:
-        """The first forward pass of a process is slower; neither side should pay for it."""
-        self.ask(question)
 
     def ask(self, question: str, *, cached_first: bool = False) -> Exchange:
         """Retrieve once, answer twice.

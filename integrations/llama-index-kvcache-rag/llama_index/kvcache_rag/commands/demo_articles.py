@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.integration import chosen_adapter, table
 from llama_index.kvcache_rag.articles import read_articles, read_questions
-from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
+from llama_index.kvcache_rag.commands.report import milliseconds, plural, size, without_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,23 +107,25 @@ class ArticlesDemo:
             "folder": app.settings.kv_dir,
         }
 
-    def ask(self, app: DemoApp, *, talks: bool) -> dict[str, Any]:
-        """Ask every question both ways; returns what all answers say together."""
-        app.warm_up(self.questions[0].text)
-        asked = []
-        for number, question in enumerate(self.questions):
-            exchange = app.ask(question.text, cached_first=bool(number % 2))
-            asked.append(_asked(question, exchange))
-            if talks:
-                print(_row(number + 1, asked[-1]), flush=True)
-        return {"policy": exchange.cached.metrics["policy"], **_summary(asked)}
+    @staticmethod
+    def judged(question: ArticleQuestion, exchange: Exchange) -> AskedQuestion:
+        """What became of a question."""
+        return _asked(question, exchange)
+
+    @staticmethod
+    def row(number: int, asked: AskedQuestion) -> str:
+        """That for people."""
+        return _row(number, asked)
+
+    @staticmethod
+    def summary(asked: Sequence[AskedQuestion], last: Exchange) -> dict[str, Any]:
+        """What all answers say together."""
+        return {"policy": last.cached.metrics["policy"], **_summary(asked)}
 
     @staticmethod
     def print_start(facts: dict[str, Any]) -> None:
         """Model, articles, caches."""
-        adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
-        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
+        print(_model(facts))
         print(f"{plural(facts['documents'], 'article')}; {_caches(facts)}\n")
 
     @staticmethod
@@ -141,16 +143,12 @@ class ArticlesDemo:
             f"articles with the answer retrieved: {summary['retrieved']} of "
             f"{summary['answerable']}; chunks without a stored cache: {summary['misses']}"
         )
-        adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
-        by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
-        print(f"model {facts['model']}{by}, adapter {adapter}, {threads}")
+        print(_model(facts))
 
     @staticmethod
     def failure(summary: dict[str, Any]) -> str:
         """What went wrong, in one sentence; "" if nothing did."""
-        if summary["misses"]:
-            return f"{plural(summary['misses'], 'chunk')} had no stored cache"
-        return ""
+        return without_cache(summary["misses"])
 
 
 def _split(articles: Sequence[Article]) -> tuple[int, dict[str, str]]:
@@ -219,6 +217,13 @@ def _asked(question: ArticleQuestion, exchange: Exchange) -> AskedQuestion:
         recomputed_tokens=cached.metrics["recomputed_tokens"],
         misses=cached.metrics["misses"],
     )
+
+
+def _model(facts: dict[str, Any]) -> str:
+    """Who is asked."""
+    adapter, threads = facts["adapter"] or "none", plural(facts["threads"], "thread")
+    by = "" if facts["backend"] == "transformers" else f" in {facts['backend']}"
+    return f"model {facts['model']}{by}, adapter {adapter}, {threads}"
 
 
 def _caches(facts: dict[str, Any]) -> str:

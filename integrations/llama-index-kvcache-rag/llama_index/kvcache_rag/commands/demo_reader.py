@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
+from llama_index.kvcache_rag.commands.report import milliseconds, plural, size, without_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ class ReaderDemo:
         self.seed, self.collection = seed, "demo-reader"
         known = collection()
         order = random.Random(seed).sample(known.questions, len(known.questions))
-        self.corpus = replace(known, questions=tuple(order[:questions]))
+        self.questions = order[:questions]
         self.texts = {f"document-{index}": text for index, text in enumerate(known.documents)}
 
     def facts(self, app: DemoApp, filling: Filling) -> dict[str, Any]:
@@ -82,19 +82,19 @@ class ReaderDemo:
             "folder": app.settings.kv_dir,
         }
 
-    def ask(self, app: DemoApp, *, talks: bool) -> dict[str, Any]:
-        """Ask every question both ways; returns what all answers say together."""
-        app.warm_up(self.corpus.questions[0].text)
-        outcomes = []
-        for number, question in enumerate(self.corpus.questions):
-            exchange = app.ask(question.text, cached_first=bool(number % 2))
-            outcomes.append(_outcome(question, exchange))
-            if talks:
-                _print_row(number + 1, outcomes[-1])
-        return self._summary(outcomes)
+    @staticmethod
+    def judged(question: ReaderQuestion, exchange: Exchange) -> Outcome:
+        """What became of a question."""
+        return _outcome(question, exchange)
 
     @staticmethod
-    def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    def row(number: int, outcome: Outcome) -> str:
+        """That for people."""
+        return _row(number, outcome)
+
+    @staticmethod
+    def summary(outcomes: Sequence[Outcome], last: Exchange) -> dict[str, Any]:
+        """What all answers say together."""
         count = len(outcomes)
         return {
             "right": sum(outcome.is_right for outcome in outcomes) / count,
@@ -140,11 +140,9 @@ class ReaderDemo:
     @staticmethod
     def failure(summary: dict[str, Any]) -> str:
         """What went wrong, in one sentence; "" if nothing did."""
-        if summary["misses"]:
-            return f"{plural(summary['misses'], 'chunk')} had no stored cache"
-        if summary["right"] < ENOUGH:
-            return f"only {summary['right']:.0%} of the answers are right, {ENOUGH:.0%} are due"
-        return ""
+        if summary["right"] >= ENOUGH or summary["misses"]:
+            return without_cache(summary["misses"])
+        return f"only {summary['right']:.0%} of the answers are right, {ENOUGH:.0%} are due"
 
 
 def _outcome(question: ReaderQuestion, exchange: Exchange) -> Outcome:
@@ -162,8 +160,8 @@ def _outcome(question: ReaderQuestion, exchange: Exchange) -> Outcome:
     )
 
 
-def _print_row(number: int, outcome: Outcome) -> None:
-    print(
+def _row(number: int, outcome: Outcome) -> str:
+    return (
         f"{number:3d} {outcome.question}\n    {outcome.answer:<25} {outcome.expected:<25}"
         f" {'yes' if outcome.is_right else 'NO':<5}"
         f" {milliseconds(outcome.stitched):>9} {milliseconds(outcome.full):>9}"

@@ -110,6 +110,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def without_cache(misses: int) -> str:
+    """The sentence about chunks that had to be computed; "" where there was none."""
+    return f"{plural(misses, 'chunk')} had no stored cache" if misses else ""
+
+
 def milliseconds(seconds: float) -> str:
     """A time for people."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,51 @@
+"""Texts in the order in which they make a question likely, each read alone out of its cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.generation.question import ChunkInput
+
+
+def check_most(most: int | None) -> None:
+    """Refuse a number of texts that leaves none."""
+    if most is not None and most < 1:
+        raise InvalidInputError(f"top_n must be at least 1, not {most}")
+
+
+def ranked(
+    engine: Engine,
+    question: str,
+    texts: Sequence[str],
+    chunk: Callable[[int], ChunkInput],
+    *,
+    most: int | None = None,
+    cancelled: threading.Event | None = None,
+) -> list[tuple[int, float | None]]:
+    """Numbers of texts, the likeliest first, with what `Engine.read` says of them, in nats.
+
+    Those without text come last, as they were, and are not read; so stay equal ones.
+
+    Args:
+        engine: Reads.
+        question: What is asked.
+        texts: Of documents.
+        chunk: What the engine is handed for the text of a number.
+        most: How many are left; None for all.
+        cancelled: Once set, stops it.
+    """
+    read = [number for number, text in enumerate(texts) if text.strip()]
+    found: list[tuple[int, float | None]] = []
+    if read:
+        nats = engine.read(question, [*map(chunk, read)], cancelled=cancelled).relevance
+        pairs = sorted(zip(read, nats, strict=True), key=lambda pair: -pair[1])
+        found = [*pairs]
+    silent = ((number, None) for number, text in enumerate(texts) if not text.strip())
+    return [*found, *silent][:most]
