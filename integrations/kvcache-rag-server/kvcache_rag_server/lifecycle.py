@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from kvcache_rag.generation.telemetry import carried
 from kvcache_rag_server.backend import Failed, Finished, Piece, Started
 from kvcache_rag_server.errors import ApiError, body, http_failure
 from kvcache_rag_server.responses import DONE, HEARTBEAT, EventStream, frame
+from kvcache_rag_server.traces import carried
 
 if TYPE_CHECKING:
     from collections.abc import (

@@ -15,10 +15,8 @@ from kvcache_rag.integration import (
     joined,
     opened,
     reference_to,
-    referring,
     said,
     scores_by_step,
-    whole_texts,
 )
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_id, block_score
 
@@ -347,3 +345,37 @@ def _conversation(read: Sequence[_Read], suffix: str) -> Conversation:
         )
     brought = tuple(one.text for one in read if one.role in ("system", "user"))
     return Conversation(tuple(turns), brought)
+
+
+def whole_texts(content: str, texts: Sequence[str]) -> list[str]:
+    """Those of `texts` that stand in `content`, one behind the other, each as words of its own."""
+    found, at = [], 0
+    for text in texts:
+        start = content.find(text, at) if text.strip() else -1
+        end = start + len(text)
+        if start < 0 or _in_word(content, start) or _in_word(content, end):
+            continue
+        found.append(text)
+        at = end
+    return found
+
+
+def _in_word(text: str, place: int) -> bool:
+    """Whether a place between two characters is within a word."""
+    return text[place - 1 : place].isalnum() and text[place : place + 1].isalnum()
+
+
+def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -> str:
+    """What a tool said, with the documents in it as references to where they stand as chunks.
+
+    Args:
+        content: With each of `texts` in it, as a whole.
+        texts: In the order in which they stand in `content`.
+        place: The number of a document in the prompt, from 1.
+    """
+    parts, at = [], 0
+    for text in texts:
+        start = content.index(text, at)
+        parts += [content[at:start], reference_to(text, place(text))]
+        at = start + len(text)
+    return "".join([*parts, content[at:]])

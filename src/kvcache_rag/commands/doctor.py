@@ -55,6 +55,10 @@ ADDS: Final = {
         "vllm": "serve --backend vllm",
     },
     "kvcache-rag-cpu": {"": "weights in 8 and 4 bits, and kernels for x86 CPUs"},
+    "kvcache-rag-documents": {
+        "": "ingest and build of text and Markdown files",
+        "all": "ingest and build of PDF, HTML and Word files",
+    },
     "kvcache-rag-lab": {
         "": "verify, eval, bench and finetune",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
