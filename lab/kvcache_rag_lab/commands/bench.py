@@ -314,8 +314,8 @@ def _corpus(
 def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import torch
 
-    from kvcache_rag.commands.machine import described, load
     from kvcache_rag.models.weight_formats import parameter_count
+    from kvcache_rag_lab.commands.machine import described, load
 
     identity, device = engine.identity, engine.model.device.type
     return {

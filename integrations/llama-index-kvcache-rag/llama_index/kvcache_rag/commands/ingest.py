@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.cli import REFUSED
-from kvcache_rag.commands.options import add_chunking, add_json, as_json, check_chunking
-from kvcache_rag.commands.which_model import no_model
+from kvcache_rag.commands.options import add_chunking, add_json, as_json, check_chunking, no_model
 from kvcache_rag.errors import expanded
 from kvcache_rag.integration import plain
 from kvcache_rag_documents import left_out_lines, read_folder, without_lines
