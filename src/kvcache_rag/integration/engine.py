@@ -79,7 +79,8 @@ def remote_engine(base_url: str, **options: Any) -> Engine:
         InvalidInputError: If it is no URL.
         MissingExtraError: If kvcache-rag-server is not installed.
     """
-    found = [*entry_points(group=REMOTE)]
-    if not found:
-        raise MissingExtraError("kvcache-rag-server", "server")
-    return cast("Engine", found[0].load()(base_url, **options))
+    try:
+        client = next(iter(entry_points(group=REMOTE))).load()
+    except (StopIteration, ImportError) as error:
+        raise MissingExtraError("kvcache-rag-server", "server") from error
+    return cast("Engine", client(base_url, **options))
