@@ -36,7 +36,7 @@ ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml lab/pyproject.toml)
-CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_cpu integrations/*/kvcache_rag_llamacpp integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
+CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_cpu integrations/*/kvcache_rag_documents integrations/*/kvcache_rag_llamacpp integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs
@@ -52,7 +52,7 @@ LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-t
 # What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
 # not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
 CALLERS := $(addprefix tests/test_,$(addsuffix .py,\
-	adapters equivalence extraction formats gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens \
+	adapters equivalence gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens \
 	stores stores_disk stores_remote stores_signing))
 LOWEST_TESTS := $(CALLERS) \
 	$(addprefix integrations/kvcache-rag-server/tests/test_,$(addsuffix .py,serve_auth serve_http serve_metrics)) \

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SOURCES: Final = {
     "kvcache-rag": "src/kvcache_rag",
     "kvcache-rag-cpu": "integrations/kvcache-rag-cpu/kvcache_rag_cpu",
+    "kvcache-rag-documents": "integrations/kvcache-rag-documents/kvcache_rag_documents",
     "kvcache-rag-lab": "lab/kvcache_rag_lab",
     "kvcache-rag-llamacpp": "integrations/kvcache-rag-llamacpp/kvcache_rag_llamacpp",
     "kvcache-rag-server": "integrations/kvcache-rag-server/kvcache_rag_server",
@@ -42,7 +43,8 @@ PROJECTS: Final = {
     for name, place in SOURCES.items()
 }
 _OURS: Final = (
-    *("kvcache_rag", "kvcache_rag_cpu", "kvcache_rag_lab", "kvcache_rag_server"),
+    *("kvcache_rag", "kvcache_rag_cpu", "kvcache_rag_documents"),
+    *("kvcache_rag_lab", "kvcache_rag_server"),
     *("langchain_kvcache_rag", "llama_index.kvcache_rag"),
 )
 
@@ -211,6 +213,7 @@ PACKAGES: Final = (
     "kvcache_rag.commands",
     "kvcache_rag_lab.finetune",
     "kvcache_rag.integration",
+    "kvcache_rag_documents",
     "kvcache_rag_lab.reader",
     "llama_index.kvcache_rag",
     "langchain_kvcache_rag",
@@ -223,7 +226,7 @@ _DUNDERS: Final = frozenset(
     )
 )
 _PATH: Final = re.compile(
-    r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:_lab|_server)?(?:\.\w+)*\.(?=\w)"
+    r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:_documents|_lab|_server)?(?:\.\w+)*\.(?=\w)"
 )
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PRIVATE: Final = re.compile(r"(?<![\w.])_[A-Z]\w*")

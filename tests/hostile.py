@@ -362,7 +362,7 @@ def _memory() -> float:
 
 def _lines(kind: str, seed: int, first: int, count: int, levels: int) -> Iterator[str]:
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag.integration.extraction import read_file
+    from kvcache_rag_documents import read_file
 
     for name in SEEDS[kind]:  # libraries are imported
         read_file(name, (FILES / name).read_bytes())

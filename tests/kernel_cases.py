@@ -188,7 +188,7 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """All keys turned and laid out by column, and a softmax in float64."""
     outputs = []
-    inv_freq = table.layout.frequencies[0].at_rest()
+    inv_freq = table.layout.frequencies[0].at_rest
     for row, segments in enumerate(table.rows):
         tail = table.tail + keys.shape[2]
         k = torch.zeros(keys.shape[1], tail, keys.shape[3], dtype=torch.float64)

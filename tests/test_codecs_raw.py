@@ -93,7 +93,7 @@ def test_what_is_stored_stands_at_position_0(engines: tuple[Engine, Engine]) -> 
         ):
             turned = rotation.style != "none"
             frequencies = (
-                layout.frequencies[rotation.frequency].at_rest() if turned else torch.zeros(0)
+                layout.frequencies[rotation.frequency].at_rest if turned else torch.zeros(0)
             )
             wanted = rotate(
                 slot(local, index), rotation, frequencies, local.start + steps, 0 * steps

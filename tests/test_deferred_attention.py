@@ -230,7 +230,7 @@ def test_plain_is_attention_over_a_turned_copy() -> None:
             here = torch.arange(len(one.chunk))
             turned = one.chunk.keys(1)[1]
             if rotation.style != "none":
-                inv_freq = case.layout.frequencies[rotation.frequency].at_rest()
+                inv_freq = case.layout.frequencies[rotation.frequency].at_rest
                 turned = rotate(turned, rotation, inv_freq, here, here + far)
             keys.append(turned)
             values.append(one.chunk.values(1)[1])

@@ -14,10 +14,10 @@ from pictures import LEAST, smallest_letters
 from zoo import FAMILIES, HYBRIDS, REFUSED, build
 
 from benchmarks.common import read, result_file
-from kvcache_rag.integration.extraction import kinds_table
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.names import PACKAGED
+from kvcache_rag_documents.extraction import kinds_table
 from tools import support_table
 
 ROOT = Path(__file__).parent.parent

@@ -27,8 +27,8 @@ FENCED = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
 INLINE = re.compile(r"`((?:kvcache-rag |make |pip install |python -m |python tools/)[^`]*)`")
 BETWEEN = re.compile(r"^[();<>|&\n]+$")
 OURS = (
-    *("benchmarks", "kvcache_rag", "kvcache_rag_cpu", "kvcache_rag_lab", "kvcache_rag_server"),
-    *("tests", "tools", "training"),
+    *("benchmarks", "kvcache_rag", "kvcache_rag_cpu", "kvcache_rag_documents"),
+    *("kvcache_rag_lab", "kvcache_rag_server", "tests", "tools", "training"),
 )
 FOREIGN = (
     *("bash", "cd", "curl", "echo", "exec", "export"),

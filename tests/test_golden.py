@@ -384,7 +384,7 @@ def test_help_is_as_ever() -> None:
 
 def test_every_entry_point_leads_somewhere() -> None:
     found = list(surfaces.entry_point_targets())
-    assert len(found) == 17
+    assert len(found) == 18
     for group, name, value in found:
         if group == "kvcache_rag.commands":
             assert isinstance(value.HELP, str), name

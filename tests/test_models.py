@@ -84,7 +84,7 @@ def test_rotary_columns_may_stand_last(rotation: Rotation) -> None:
 
     def capture(ids: Tensor, start: int) -> Sequence[LayerCache]:
         places = torch.arange(start, start + ids.shape[1])
-        return [(rotate(keys, rotation, frequency.at_rest(), nowhere, places), values)]
+        return [(rotate(keys, rotation, frequency.at_rest, nowhere, places), values)]
 
     subject = ProbeSubject(
         name="of the test",

@@ -10,6 +10,7 @@ import pytest
 from public import HOMES, TOP, public
 
 import kvcache_rag
+import kvcache_rag_documents
 
 NAMES = sorted([*TOP, *HOMES])
 # Names of choices, which carry neither name nor docstring in Python.
@@ -29,6 +30,24 @@ def test_a_name_that_moved_says_where_it_is(name: str) -> None:
         exec(f"from kvcache_rag import {name}")
     with pytest.raises(ImportError, match=said):
         getattr(kvcache_rag, name)
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [("kvcache_rag_documents", name) for name in kvcache_rag_documents.__all__],
+)
+def test_a_name_that_another_package_has_now_is_still_given(home: str, name: str) -> None:
+    package = import_module("kvcache_rag.integration")
+    with pytest.warns(DeprecationWarning, match=f"write `from {home} import {name}`$"):
+        assert getattr(package, name) is getattr(import_module(home), name)
+
+
+def test_a_name_of_a_package_that_is_not_there_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvcache_rag_documents", None)
+    with pytest.raises(ImportError, match="read_folder is in kvcache-rag-documents now: install"):
+        import_module("kvcache_rag.integration").read_folder  # noqa: B018  # looking fails
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,7 @@ from serve_works import answer_of, held, loaded, make_work, reader
 from kvcache_rag import CacheBlend, Engine, InvalidInputError, PromptTemplate
 from kvcache_rag.generation import telemetry
 from kvcache_rag.models.pretrained import name_of, note_name
+from kvcache_rag_server import traces
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.startup import open_engine
@@ -307,9 +308,9 @@ async def test_requests_of_a_batch_stay_in_traces_of_their_own(
 def test_a_span_of_the_server_comes_before_the_headers(exporter: InMemorySpanExporter) -> None:
     headers = {"traceparent": CALLER, "authorization": "secret"}
     with trace.get_tracer("asgi").start_as_current_span("POST") as post:
-        carrier = telemetry.carried(headers)
+        carrier = traces.carried(headers)
     assert f"{id_of(post):016x}" in carrier["traceparent"]
-    assert telemetry.carried(headers) == {"traceparent": CALLER}
+    assert traces.carried(headers) == {"traceparent": CALLER}
 
 
 # ---------------------------------------------------------------------- nobody traces
@@ -341,10 +342,11 @@ if not {is_there}:
     sys.modules["opentelemetry"] = None  # as if it were not installed
 from kvcache_rag import Engine
 from kvcache_rag.generation import telemetry
+from kvcache_rag_server import traces
 engine = Engine.from_pretrained("tiny", device="cpu")
 engine.add(["The red lamp is in the hall."])
 engine.generate("Where is the lamp?", ["The red lamp is in the hall."], max_new_tokens=2)
-assert telemetry.carried({{"traceparent": "{CALLER}"}}) == {{}}
+assert traces.carried({{"traceparent": "{CALLER}"}}) == {{}}
 print([name for name in sys.modules if name.startswith("opentelemetry.")])
 """
     status, printed, errors = forks.run(script, tmp_path)

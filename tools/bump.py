@@ -28,6 +28,7 @@ PLACES: Final = (
     ("pyproject.toml", (_PROJECT, _PIN)),
     ("src/kvcache_rag/__init__.py", (r'(?m)^(__version__ = ")([^"]+)(")$',)),
     ("integrations/kvcache-rag-cpu/pyproject.toml", (_PROJECT, _PIN)),
+    ("integrations/kvcache-rag-documents/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/kvcache-rag-llamacpp/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/kvcache-rag-server/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/kvcache-rag-smollm2/pyproject.toml", (_PROJECT, _PIN)),

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORKTREE: Final = ("WORKTREE", ".")
-INTEGRATIONS: Final = ("kvcache-rag-cpu", "langchain-kvcache-rag", "llama-index-kvcache-rag")
+INTEGRATIONS: Final = (
+    *("kvcache-rag-cpu", "kvcache-rag-documents"),
+    *("langchain-kvcache-rag", "llama-index-kvcache-rag"),
+)
 _COMPILE: Final = "import hatch_build, pathlib; hatch_build.compiled(pathlib.Path())"
 PAIRS: Final = 30
 LAUNCHES: Final = 4  # even

@@ -50,6 +50,7 @@ PUBLIC: Final = {
         "kvcache_rag",
     ],
     "kvcache-rag-cpu": [],
+    "kvcache-rag-documents": ["kvcache_rag_documents"],
     "kvcache-rag-llamacpp": [],
     "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
     "kvcache-rag-server": ["kvcache_rag_server.auth", "kvcache_rag_server.remote"],

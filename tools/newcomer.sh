@@ -56,7 +56,7 @@ clone() {
 from_pypi() {
     make --no-print-directory VENV="$work/venv" demo DEMO="--dir $work/demo --questions 6"
     "$work/venv/bin/pip" --disable-pip-version-check -qq install -c constraints.txt \
-        '.[gguf]' ./integrations/kvcache-rag-cpu ./integrations/kvcache-rag-server ./lab './integrations/llama-index-kvcache-rag[demo]' \
+        '.[gguf]' ./integrations/kvcache-rag-cpu ./integrations/kvcache-rag-documents ./integrations/kvcache-rag-server ./lab './integrations/llama-index-kvcache-rag[demo]' \
         ./integrations/langchain-kvcache-rag openai
 }
 

@@ -23,7 +23,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from pydantic import Field
 
 from kvcache_rag import KVCacheRagError
-from kvcache_rag.integration import read_folder, suffixes
+from kvcache_rag_documents import read_folder, suffixes
 from langchain_kvcache_rag import ChatKVCache, HashEmbeddings, document_block
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from llama_index.core.ingestion import run_transformations
 from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter
 
 from kvcache_rag import KVCacheRagError
-from kvcache_rag.integration import read_folder, suffixes
+from kvcache_rag_documents import read_folder, suffixes
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheLLM
 
 if TYPE_CHECKING:

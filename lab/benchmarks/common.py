@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.commands.machine import described, load
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, chunk_key, spec_digest
+from kvcache_rag_lab.commands.machine import described, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

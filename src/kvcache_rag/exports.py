@@ -11,6 +11,7 @@ Type checkers and editors read these imports; so does the package, instead of a 
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def lazy_names(
-    package: str, moved: Mapping[str, str] | None = None
+    package: str,
+    moved: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package, by its imports under `TYPE_CHECKING`.
 
@@ -31,6 +34,8 @@ def lazy_names(
         package: Its name.
         moved: Names that were there before, by the module below it that has them now; who asks for
             one is told.
+        elsewhere: Names that other packages have now, by their module; they are still given, with
+            a warning.
     """
 
     def get(name: str) -> Any:
@@ -38,10 +43,10 @@ def lazy_names(
         if name == "__all__":
             return sorted(modules)
         if name not in modules:
-            home = next(
-                (home for home, names in (moved or {}).items() if name in names.split()), ""
-            )
-            if home:  # of an AttributeError `from ... import` would keep the name alone
+            if home := _home(name, elsewhere):
+                return _of_another(package, home, name)
+            if home := _home(name, moved):
+                # Of an AttributeError `from ... import` would keep the name alone.
                 raise ImportError(
                     f"{name} has moved: write `from {package}.{home} import {name}`", name=package
                 )
@@ -52,6 +57,21 @@ def lazy_names(
         return [*sorted(_modules(package)), *({"__version__"} & vars(sys.modules[package]).keys())]
 
     return get, names
+
+
+def _home(name: str, homes: Mapping[str, str] | None) -> str:
+    return next((home for home, names in (homes or {}).items() if name in names.split()), "")
+
+
+def _of_another(package: str, home: str, name: str) -> Any:
+    said = f"write `from {home} import {name}`"
+    try:
+        found = getattr(import_module(home), name)
+    except ImportError as error:
+        dist = home.partition(".")[0].replace("_", "-")
+        raise ImportError(f"{name} is in {dist} now: install that, and {said}") from error
+    warnings.warn(f"{package}.{name} goes in 0.5: {said}", DeprecationWarning, stacklevel=3)
+    return found
 
 
 @cache

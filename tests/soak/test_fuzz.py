@@ -1,4 +1,4 @@
-"""Every target for fifteen seconds, side by side; `--long` tries as many inputs as a release wants."""
+"""Every target for fifteen seconds, side by side; `--long` as many inputs as a release wants."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every dist installs alone from its wheel, and its sdist passes the tests that it carries.
 
-Here, as it takes minutes to build nine of them and to make an environment for each.
+Here, as it takes minutes to build ten of them and to make an environment for each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ pytest.importorskip("build", reason="what builds sdists and wheels is not instal
 QUICK = {
     "kvcache-rag": ["tests/test_chunk.py"],
     "kvcache-rag-cpu": ["tests/test_rounded_weights.py"],
+    "kvcache-rag-documents": ["tests/test_real_files.py"],
     "kvcache-rag-lab": ["tests/test_scoring_statistics.py"],
     "kvcache-rag-llamacpp": ["tests/test_backend.py"],
     "kvcache-rag-server": ["tests/test_differing.py"],
@@ -33,10 +34,10 @@ QUICK = {
 }
 # Dists of ours that come along with one, beside the core.
 ASKED = {
-    "kvcache-rag-lab": {"kvcache-rag-cpu", "kvcache-rag-server"},
-    "kvcache-rag-server": {"kvcache-rag-cpu"},
+    "kvcache-rag-lab": {"kvcache-rag-cpu", "kvcache-rag-documents", "kvcache-rag-server"},
+    "kvcache-rag-server": {"kvcache-rag-cpu", "kvcache-rag-documents"},
     "langchain-kvcache-rag": {"kvcache-rag-cpu"},
-    "llama-index-kvcache-rag": {"kvcache-rag-cpu"},
+    "llama-index-kvcache-rag": {"kvcache-rag-cpu", "kvcache-rag-documents"},
 }
 LINK = re.compile(r"\]\(([^)\s]+)|\b(?:src|srcset|href)=\"([^\"]+)")
 

@@ -41,7 +41,7 @@ class BackendRequest:
         is_plain: Whether the question is a text to continue, without template and chunks.
         is_chat: Whether it is an ordinary conversation, to which no documents were given.
         streaming: Whether the answer is wanted piece by piece.
-        trace: What its spans go on from (`telemetry.carried`).
+        trace: What its spans go on from (`traces.carried`).
         scores: Of the chunks, higher is better; None where the best stands first.
         places: Of each chunk, which document of the request it is.
     """

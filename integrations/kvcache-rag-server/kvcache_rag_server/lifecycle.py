@@ -15,10 +15,10 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from kvcache_rag.generation.telemetry import carried
 from kvcache_rag_server.backend import Failed, Finished, Piece, Started
 from kvcache_rag_server.errors import CLIENT_LEFT, ApiError, body, http_failure
 from kvcache_rag_server.responses import DONE, HEARTBEAT, STREAM_HEADERS, frame
+from kvcache_rag_server.traces import carried
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator

@@ -13,7 +13,6 @@ from cachetools import LRUCache
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.forks import new_lock
 from kvcache_rag.generation.stream import cancellable, in_thread
-from kvcache_rag.generation.telemetry import attached
 from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.policies.default import reuse_warning
@@ -26,6 +25,7 @@ from kvcache_rag_server.limits import ensure_fits, is_doubtful
 from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, twin
 from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.scheduler import Scheduler
+from kvcache_rag_server.traces import attached
 from kvcache_rag_server.worker import Server, answered_from, grounded, plain_prompt
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from kvcache_rag.generation.telemetry import carried
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
 from kvcache_rag_server.requests import Document, Sent, Text, check_model, chunks_of, new_id
 from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses, plain
+from kvcache_rag_server.traces import carried
 
 
 class PrefillRequest(Sent):

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.generation.question import StoredChunk
-from kvcache_rag_server.prefetch import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,11 +17,11 @@ import torch
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.request import retrieved_chunks
-from kvcache_rag.generation.telemetry import continued
 from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece, Started
 from kvcache_rag_server.errors import USERS, failure
 from kvcache_rag_server.queue import Explained
+from kvcache_rag_server.traces import continued
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -23,7 +23,7 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, InvalidInputError, cli
 from kvcache_rag.commands import doctor
 from kvcache_rag.errors import ContextTooLongError
-from kvcache_rag.integration import FileText, extraction, read_folder
+from kvcache_rag_documents import FileText, extraction, read_folder
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheVectorStore
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
 from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report

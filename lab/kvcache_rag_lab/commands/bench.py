@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import FOLDER, duration, size
+from kvcache_rag.commands.listing import duration, size
 from kvcache_rag.commands.options import (
     add_chunking,
     add_max_new_tokens,
@@ -34,6 +34,7 @@ from kvcache_rag.commands.options import (
 )
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plural, table
+from kvcache_rag_documents.extraction import FOLDER
 
 if TYPE_CHECKING:
     import argparse
@@ -255,7 +256,7 @@ def _question(row: str, where: str) -> str:
 
 def _texts(corpus: Path) -> list[str] | dict[str, str]:
     """Texts of a file, which are chunks; or of a folder's files by name, which will be cut."""
-    from kvcache_rag.integration.extraction import left_out_lines, read_folder
+    from kvcache_rag_documents import left_out_lines, read_folder
     from kvcache_rag_server.corpus.texts import JsonLines, Reading
 
     if corpus.is_dir():
@@ -313,8 +314,8 @@ def _corpus(
 def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import torch
 
-    from kvcache_rag.commands.machine import described, load
     from kvcache_rag.models.weight_formats import parameter_count
+    from kvcache_rag_lab.commands.machine import described, load
 
     identity, device = engine.identity, engine.model.device.type
     return {

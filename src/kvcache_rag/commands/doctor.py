@@ -55,6 +55,10 @@ ADDS: Final = {
         "vllm": "serve --backend vllm",
     },
     "kvcache-rag-cpu": {"": "weights in 8 and 4 bits, and kernels for x86 CPUs"},
+    "kvcache-rag-documents": {
+        "": "ingest and build of text and Markdown files",
+        "all": "ingest and build of PDF, HTML and Word files",
+    },
     "kvcache-rag-lab": {
         "": "verify, eval, bench and finetune",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
@@ -215,7 +219,7 @@ def _missing(requirements: Iterable[Requirement], seen: set[tuple[str, str]]) ->
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from kvcache_rag.commands.machine import processor
+    from kvcache_rag.models.processors import processor
 
     threads = torch.get_num_threads()
     about = f"{os.cpu_count()} cores, {plural(threads, 'thread')} of torch"
@@ -285,7 +289,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     kernels = [(name, why or "there") for name, why in found["kernels"].items()]
     yield from _section("kernels for CPUs (without one, torch's own, slower)", kernels)
     extras = [
-        (one["name"], "missing" if one["missing"] else "installed", _how(one))
+        (one["name"], "missing", f"{one['adds']}: pip install '{one['name']}'")
+        if one["missing"]
+        else (one["name"], "installed", one["adds"])
         for one in found["extras"]
     ]
     yield from _section("extras", extras)
@@ -302,10 +308,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     problems = found["problems"]
     yield f"{plural(len(problems), 'problem')}:" if problems else "all is well"
     yield from (f"  {plain(problem)}" for problem in problems)
-
-
-def _how(extra: dict[str, Any]) -> str:
-    return f"{extra['adds']}: pip install '{extra['name']}'" if extra["missing"] else extra["adds"]
 
 
 def _section(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:

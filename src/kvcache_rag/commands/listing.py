@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.extraction import suffixes
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-
-# How commands say what a folder of texts may hold.
-FOLDER: Final = f"folder with {', '.join(suffixes())} files"
 
 
 def check_file(path: Path) -> None:

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
-    settings = _settings(arguments)
+    from kvcache_rag.settings import EngineSettings
+
+    settings = EngineSettings.of(arguments)
     ready(settings)
     from kvcache_rag.models.pretrained import language_model
 
@@ -50,12 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         return UNSUPPORTED
     print("verdict         supported: chunks can be stitched")
     return SUPPORTED
-
-
-def _settings(arguments: argparse.Namespace) -> EngineSettings:
-    from kvcache_rag.settings import EngineSettings
-
-    return EngineSettings.of(arguments)
 
 
 def _load(settings: EngineSettings) -> Any:
@@ -94,7 +90,7 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
     fixed = [own.limit for own in turned.values() if own.limit is not None]
     yield f"frequencies     {f'fixed up to {min(fixed)} tokens' if fixed else 'fixed'}"
     for index, frequencies in turned.items():
-        values = frequencies.at_rest()
+        values = frequencies.at_rest
         ends = f"{float(values.max()):.4g} to {float(values.min()):.4g} radians per position"
         yield f"  set {index}         {frequencies.name}: {values.numel()}, {ends}"
     yield f"groups          {len(layout.groups)}"

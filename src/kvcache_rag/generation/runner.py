@@ -109,21 +109,9 @@ class Runner:
         renderer: PromptRenderer,
         loader: ContextLoader | None,
         auxiliary: Scorer | None,
+        memory: PromptMemory | None = None,
     ) -> Runner:
-        """For other prompts and chunks."""
-        return self._other(renderer, loader, auxiliary, self.memory)
-
-    def apart(self) -> Runner:
-        """The same in memory aside, in which no prompt goes on from another."""
-        return self._other(self.renderer, self.loader, self.auxiliary, self.aside)
-
-    def _other(
-        self,
-        renderer: PromptRenderer,
-        loader: ContextLoader | None,
-        auxiliary: Scorer | None,
-        memory: PromptMemory,
-    ) -> Runner:
+        """For other prompts and chunks; in the same memory, unless another one is given."""
         return Runner(
             self.model,
             renderer.encoder.tokenizer,
@@ -133,9 +121,13 @@ class Runner:
             self.longest,
             auxiliary,
             self.rotation,
-            memory,
+            memory or self.memory,
             self.aside,
         )
+
+    def apart(self) -> Runner:
+        """The same in memory aside, in which no prompt goes on from another."""
+        return self.over(self.renderer, self.loader, self.auxiliary, self.aside)
 
     def forget(self) -> None:
         """Release the memory of prompts."""
@@ -151,7 +143,9 @@ class Runner:
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
                 break
-            said = answer.text if request.skip_special_tokens else self._said(answer)
+            said = answer.text
+            if not request.skip_special_tokens:  # without the control tokens
+                said = TextDecoder(self.tokenizer).push(answer.token_ids)
             prompt = self.prompt(request, number, said)
             piecewise = emit if number == last else None
             (later,) = self.answers([prompt], begun, piecewise, cancelled)
@@ -160,10 +154,6 @@ class Runner:
                 later = replace(later, metrics=metrics)
             answer, begun = later, time.perf_counter()
         return answer
-
-    def _said(self, answer: Answer) -> str:
-        """The text of an answer without control tokens."""
-        return TextDecoder(self.tokenizer).push(answer.token_ids)
 
     def run_batch(
         self, requests: Sequence[Request], cancelled: threading.Event | None = None

@@ -23,7 +23,6 @@ from kvcache_rag.models.pretrained import name_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from opentelemetry.context import Context as TraceContext
     from opentelemetry.trace import Span, Tracer
 
     from kvcache_rag.generation.context import Context
@@ -46,7 +45,8 @@ PROVIDER: Final = "kvcache_rag"
 # Of the caller's, which were given to transformers' `generate()`.
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
 
-_CARRIED: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("kvcache_rag_carried", default=())
+CARRIED: Final[ContextVar[Sequence[Any]]] = ContextVar("kvcache_rag_carried", default=())
+"""Of requests that are answered together, in order, the contexts that their spans go on from."""
 
 
 def opened(model: LanguageModel, store: ChunkStore, rotation: str) -> None:
@@ -75,7 +75,8 @@ def _version() -> str:
     return version("kvcache-rag")  # reads a file
 
 
-def _traced() -> Tracer | None:
+def traced() -> Tracer | None:
+    """The same, without importing anything for who configured none."""
     return tracer() if API in sys.modules else None
 
 
@@ -143,7 +144,7 @@ def watched(runner: Runner, requests: Sequence[Request]) -> Iterator[list[Answer
         A list, which is given the answers.
     """
     answers: list[Answer] = []
-    made = _traced()
+    made = traced()
     if made is None and not LOG.isEnabledFor(logging.INFO):
         yield answers
         return
@@ -176,15 +177,15 @@ class _Spans:
 
     def __init__(self, tracer: Tracer, model: LanguageModel, requests: Sequence[Request]) -> None:
         """Open one for each, as of its call."""
-        self._tracer, self._clock = tracer, _Clock()
+        self._tracer, self._clock = tracer, Clock()
         self._size, self._started = len(requests), [one.started for one in requests]
-        name, carried = name_of(model.model), _CARRIED.get()
+        name, carried = name_of(model.model), CARRIED.get()
         self._spans: list[Span] = []
         for number, request in enumerate(requests):
             operation = "text_completion" if request.is_plain else "chat"
             span = tracer.start_span(
                 f"{operation} {name}",
-                _extracted(carried[number]) if number < len(carried) else None,
+                carried[number] if number < len(carried) else None,
                 attributes={"gen_ai.operation.name": operation, **_asked(name, request)},
                 start_time=self._clock.at(request.started),
             )
@@ -231,13 +232,14 @@ class _Spans:
             part.end(self._clock.at(end))
 
 
-class _Clock:
+class Clock:
     """`time.perf_counter()` as nanoseconds since the epoch, of which spans are."""
 
     def __init__(self) -> None:
         self._begin = time.time_ns() - round(time.perf_counter() * 1e9)
 
     def at(self, moment: float) -> int:
+        """A moment of `time.perf_counter()`."""
         return self._begin + round(moment * 1e9)
 
 
@@ -300,13 +302,13 @@ def added(
         A list, which is given how many were computed.
     """
     computed: list[int] = []
-    made = _traced()
+    made = traced()
     if made is None:
         yield computed
         return
     from opentelemetry.trace import use_span
 
-    clock = _Clock()
+    clock = Clock()
     told: dict[str, Any] = {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": name_of(model.model),
@@ -322,70 +324,3 @@ def added(
         raise
     span.set_attribute("kvcache_rag.computed_chunks", sum(computed))
     span.end()
-
-
-# ---------------------------------------------------------------------- between processes
-def carried(headers: Mapping[str, str]) -> dict[str, str]:
-    """What of a request its spans go on from, as plain values; {} where nobody makes spans.
-
-    A span that is current, as of an instrumented HTTP server, comes before the request's headers.
-    """
-    if API not in sys.modules:
-        return {}
-    from opentelemetry import propagate, trace
-
-    if trace.get_current_span().get_span_context().is_valid:
-        carrier: dict[str, str] = {}
-        propagate.inject(carrier)
-        return carrier
-    names = sorted(propagate.get_global_textmap().fields)
-    return {name: headers[name] for name in names if name in headers}
-
-
-@contextmanager
-def continued(requests: Sequence[tuple[Mapping[str, str], float]]) -> Iterator[None]:
-    """Spans of answers go on from where their requests come from.
-
-    Args:
-        requests: Of each that is answered within, in order, what `carried` gave, and the seconds
-            for which it waited until now.
-    """
-    made = _traced() if any(carrier for carrier, _ in requests) else None
-    if made is None:
-        yield
-        return
-    clock, now = _Clock(), time.perf_counter()
-    for carrier, waited in requests:
-        if carrier:
-            begin = clock.at(now - waited)
-            made.start_span("kvcache_rag.queue", _extracted(carrier), start_time=begin).end()
-    token = _CARRIED.set([carrier for carrier, _ in requests])
-    try:
-        yield
-    finally:
-        _CARRIED.reset(token)
-
-
-@contextmanager
-def attached(carrier: Mapping[str, str]) -> Iterator[None]:
-    """Spans that begin within go on from where a request comes from.
-
-    Args:
-        carrier: What `carried` gave.
-    """
-    if not carrier:
-        yield
-        return
-    from opentelemetry import context
-
-    token = context.attach(_extracted(carrier))
-    try:
-        yield
-    finally:
-        context.detach(token)
-
-
-def _extracted(carrier: Mapping[str, str]) -> TraceContext:
-    from opentelemetry import propagate
-
-    return propagate.extract(carrier)

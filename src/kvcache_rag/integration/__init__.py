@@ -40,15 +40,6 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
     from kvcache_rag.integration.engine import remote_engine as remote_engine
-    from kvcache_rag.integration.extraction import FolderTexts as FolderTexts
-    from kvcache_rag.integration.extraction import LeftOut as LeftOut
-    from kvcache_rag.integration.extraction import extract_text as extract_text
-    from kvcache_rag.integration.extraction import left_out_lines as left_out_lines
-    from kvcache_rag.integration.extraction import read_file as read_file
-    from kvcache_rag.integration.extraction import read_folder as read_folder
-    from kvcache_rag.integration.extraction import suffixes as suffixes
-    from kvcache_rag.integration.extraction import without_lines as without_lines
-    from kvcache_rag.integration.formats.text import FileText as FileText
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
     from kvcache_rag.integration.known_texts import is_short as is_short
@@ -97,4 +88,9 @@ if TYPE_CHECKING:
 else:
     from kvcache_rag.exports import lazy_names
 
-    __getattr__, __dir__ = lazy_names(__name__)
+    # What 0.2 had here, and which package has it.
+    _ELSEWHERE = {
+        "kvcache_rag_documents": "FileText FolderTexts LeftOut extract_text left_out_lines"
+        " read_file read_folder suffixes without_lines",
+    }
+    __getattr__, __dir__ = lazy_names(__name__, elsewhere=_ELSEWHERE)

@@ -223,6 +223,14 @@ class ConversationForms:
         )
 
 
+def reference_to(text: str, number: int) -> str:
+    """How a message refers to a document that stands before the conversation."""
+    beginning = " ".join(text.split())
+    if len(beginning) > _BEGINNING:
+        beginning = beginning[:_BEGINNING].rsplit(" ", 1)[0] + "…"
+    return f'[document {number} above: "{beginning}"]'
+
+
 def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -> str:
     """What a tool said, with the documents in it as references to where they stand as chunks.
 
@@ -237,14 +245,6 @@ def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -
         parts += [content[at:start], reference_to(text, place(text))]
         at = start + len(text)
     return "".join([*parts, content[at:]])
-
-
-def reference_to(text: str, number: int) -> str:
-    """How a message refers to a document that stands before the conversation."""
-    beginning = " ".join(text.split())
-    if len(beginning) > _BEGINNING:
-        beginning = beginning[:_BEGINNING].rsplit(" ", 1)[0] + "…"
-    return f'[document {number} above: "{beginning}"]'
 
 
 def whole_texts(content: str, texts: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.settings import said_options
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.policies.base import ReusePolicy, Scorer
+
+REMOTE: Final = "kvcache_rag.remote_engines"
+"""The group of entry points by which a package brings a server's client."""
 
 
 def open_engine(
@@ -70,17 +74,17 @@ def remote_engine(base_url: str, **options: Any) -> Engine:
 
     Args:
         base_url: Of a `kvcache-rag serve`.
-        options: Of `RemoteEngine`.
+        options: Of that client.
 
     Raises:
         InvalidInputError: If it is no URL.
         MissingExtraError: If kvcache-rag-server is not installed.
     """
     try:
-        from kvcache_rag_server.remote import RemoteEngine
-    except ImportError as error:
+        client = next(iter(entry_points(group=REMOTE))).load()
+    except (StopIteration, ImportError) as error:
         raise MissingExtraError("kvcache-rag-server", "server") from error
-    return cast("Engine", RemoteEngine(base_url, **options))
+    return cast("Engine", client(base_url, **options))
 
 
 def refuse_beside_engine(given: Mapping[str, Any]) -> None:

@@ -179,15 +179,10 @@ def _says_blocks(said: Any) -> bool:
 
 def trains_blocks(folder: Path) -> bool:
     """Whether an adapter's folder says that it was trained for blocks."""
-    return _says_blocks(_training_of(folder))
-
-
-def _training_of(folder: Path) -> Any:
-    """What an adapter's folder says; None for nothing that can be read."""
     try:
-        return json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
+        return _says_blocks(json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return None
+        return False
 
 
 def adapter_template(adapter: str | os.PathLike[str]) -> PromptTemplate | None:
@@ -204,12 +199,8 @@ def _points(name: str) -> list[EntryPoint]:
     return [*entry_points(group=GROUP, name=name)] if _is_word(name) else []
 
 
-def _owner(point: EntryPoint) -> str:
-    return point.value if point.dist is None else str(point.dist.name)
-
-
 def _installed(name: str, points: list[EntryPoint]) -> Path:
-    owners = sorted({_owner(point) for point in points})
+    owners = sorted({str(point.dist.name) if point.dist else point.value for point in points})
     if len(owners) > 1:
         raise InvalidInputError(
             f"the adapter {name!r} is claimed by the packages {' and '.join(owners)}; "

@@ -221,7 +221,7 @@ def _alike(best: _Fit, other: _Fit, subject: ProbeSubject) -> bool:
     first, second = best.rotation, other.rotation
     if first.style == "none" or replace(first, frequency=second.frequency) != second:
         return first == second
-    tables = [subject.frequencies[index].at_rest() for index in (first.frequency, second.frequency)]
+    tables = [subject.frequencies[index].at_rest for index in (first.frequency, second.frequency)]
     return torch.equal(*tables)
 
 
@@ -235,7 +235,7 @@ def _ranked(
         error = 0.0
         for offset, target in targets.items():
             # On the CPU: the angles need float64, which not every device has.
-            inv_freq = frequencies[rotation.frequency].at_rest().cpu()
+            inv_freq = frequencies[rotation.frequency].at_rest.cpu()
             cos, sin = angle_table(inv_freq, positions, positions + offset)
             cos, sin = cos.to(origin.device), sin.to(origin.device)  # (tokens, dim / 2)
             rotated = rotate_(origin.clone(), rotation, cos, sin)
@@ -246,7 +246,7 @@ def _ranked(
 
 def _candidates(width: int, frequencies: tuple[FrequencySet, ...]) -> Iterator[Rotation]:
     for index, frequency in enumerate(frequencies):
-        dim = 2 * frequency.at_rest().numel()
+        dim = 2 * frequency.at_rest.numel()
         if dim > width:
             continue
         # Two columns are one pair, whichever way pairs are made.

@@ -1,4 +1,4 @@
-"""What this CPU can, and the kernels that a package brings for it.
+"""What this CPU is and can, and the kernels that a package brings for it.
 
 `kvcache-rag-cpu` has an entry point of the group `kvcache_rag.kernels`, which loads a `Kernels`.
 Without it everything runs in torch's own functions, on this CPU slower.
@@ -10,6 +10,7 @@ import logging
 import platform
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
@@ -47,6 +48,16 @@ def kernels() -> Kernels | None:
     except Exception as error:  # whatever another package raises: models run without
         _LOG.warning("the kernels for this CPU cannot be loaded: %r", error)
         return None
+
+
+def processor() -> str:
+    """The name of the CPU, or its kind where nobody tells."""
+    known = Path("/proc/cpuinfo")
+    if known.is_file():
+        for line in known.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 def multiplies_bfloat16() -> bool:

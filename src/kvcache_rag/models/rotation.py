@@ -72,12 +72,9 @@ class FrequencySet:
     limit: int | None = None
     beyond: str = ""
 
+    @cached_property
     def at_rest(self) -> Tensor:
         """The frequencies for short prompts; read once, as that may be a call of a module."""
-        return self._at_rest
-
-    @cached_property
-    def _at_rest(self) -> Tensor:
         return self.read(1)
 
 
@@ -159,7 +156,7 @@ class ModelLayout:
                 for group in self.groups
             ],
             "inv_freq": [
-                frequency.at_rest().cpu().numpy().tobytes().hex() for frequency in self.frequencies
+                frequency.at_rest.cpu().numpy().tobytes().hex() for frequency in self.frequencies
             ],
         }
 
@@ -207,8 +204,7 @@ class Move:
         rotary_tables: dict[Rotation, RotaryTable] = {}  # groups of one rotation share a table
         old, new = old.to(device), new.to(device)
         tables = [
-            angle_table(frequency.at_rest().to(device), old, new)
-            for frequency in layout.frequencies
+            angle_table(frequency.at_rest.to(device), old, new) for frequency in layout.frequencies
         ]
 
         def rotary_table(rotation: Rotation) -> RotaryTable | None:

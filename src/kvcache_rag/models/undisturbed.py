@@ -7,7 +7,7 @@ ours run without it; the app finds everything as it was.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +25,17 @@ _LOCK = new_lock()
 
 
 @contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: Any) -> Iterator[None]:
     """Let a model compute in evaluation mode, in its own dtype, on its own device within."""
+    kind = model.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    is_on_cpu = torch.get_default_device().type == "cpu"
     switched = _evaluate(model)
     try:
-        with _without_autocast(model), _on_cpu():
+        with (
+            torch.autocast(kind, enabled=False) if is_cast else nullcontext(),
+            nullcontext() if is_on_cpu else torch.device("cpu"),
+        ):
             yield
     finally:
         _put_back(switched)
@@ -70,22 +76,3 @@ def _all_back() -> None:
     for module, _ in _EVALUATED.values():
         module.training = True
     _EVALUATED.clear()
-
-
-@contextmanager
-def _without_autocast(model: Any) -> Iterator[None]:
-    kind = model.device.type
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, enabled=False):
-        yield
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
-        yield

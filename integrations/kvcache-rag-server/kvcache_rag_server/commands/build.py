@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.collections import add_chroma
-from kvcache_rag.commands.listing import FOLDER, duration, size
+from kvcache_rag.commands.listing import duration, size
 from kvcache_rag.commands.options import (
     MODEL_GROUPS,
     add_chunking,
@@ -27,6 +27,7 @@ from kvcache_rag.commands.options import (
 )
 from kvcache_rag.errors import InvalidInputError, expanded
 from kvcache_rag.progress import plural, tell
+from kvcache_rag_documents.extraction import FOLDER
 
 if TYPE_CHECKING:
     import argparse

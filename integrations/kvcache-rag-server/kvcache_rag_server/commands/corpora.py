@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.integration.extraction import is_known_kind, read_folder
 from kvcache_rag.progress import plain
 from kvcache_rag.prompt.tokens import TextEncoder
+from kvcache_rag_documents.extraction import is_known_kind, read_folder
 from kvcache_rag_server.corpus.texts import Item
 
 if TYPE_CHECKING:

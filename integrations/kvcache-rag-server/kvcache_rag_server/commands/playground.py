@@ -9,8 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.options import add_options
-from kvcache_rag.commands.which_model import no_model
+from kvcache_rag.commands.options import add_options, no_model
 from kvcache_rag_server.commands import serve
 
 if TYPE_CHECKING:

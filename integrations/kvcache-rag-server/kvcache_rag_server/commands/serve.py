@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.commands.options import MODEL_GROUPS, add_groups, add_model, add_options, ready
-from kvcache_rag.commands.which_model import no_model
+from kvcache_rag.commands.options import (
+    MODEL_GROUPS,
+    add_groups,
+    add_model,
+    add_options,
+    no_model,
+    ready,
+)
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag_server.listening import listening
 

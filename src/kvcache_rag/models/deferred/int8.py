@@ -65,7 +65,7 @@ class _Angles:
                 # By whole steps, so that a little longer prompt finds them.
                 count = -(-stop // _POSITIONS) * _POSITIONS
                 places = torch.arange(count)
-                frequencies = layout.frequencies[rotation.frequency].at_rest().cpu()
+                frequencies = layout.frequencies[rotation.frequency].at_rest.cpu()
                 with torch.inference_mode(mode=False):
                     cos, sin = angle_table(frequencies, torch.zeros_like(places), places)
                     table = cos, (-sin if rotation.reverse else sin)
@@ -186,7 +186,7 @@ class Int8Segments:
                 values[row, :, there] = decoded.values(group)[place]
                 if rotation.style != "none":
                     places = segment.position + torch.arange(len(decoded))
-                    frequencies = self.layout.frequencies[rotation.frequency].at_rest()
+                    frequencies = self.layout.frequencies[rotation.frequency].at_rest
                     angles = angle_table(frequencies, torch.zeros_like(places), places)
                     rotate_(keys[row, :, there], rotation, *angles)
         return ordinary_attention(call, keys, values)

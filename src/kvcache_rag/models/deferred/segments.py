@@ -132,7 +132,7 @@ class SegmentTable:
                 for row in rows
             ),
             tuple(
-                _angles(frequency.at_rest().cpu(), distances, device)
+                _angles(frequency.at_rest.cpu(), distances, device)
                 for frequency in layout.frequencies
             ),
             tail,

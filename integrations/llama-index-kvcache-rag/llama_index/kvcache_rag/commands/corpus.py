@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
-    from kvcache_rag.integration import FileText
+    from kvcache_rag_documents import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 TINY: Final = "tiny"

@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.cli import REFUSED
-from kvcache_rag.commands.listing import FOLDER
-from kvcache_rag.commands.options import add_chunking, add_json, as_json, check_chunking
-from kvcache_rag.commands.which_model import no_model
+from kvcache_rag.commands.options import add_chunking, add_json, as_json, check_chunking, no_model
 from kvcache_rag.errors import expanded
-from kvcache_rag.integration import left_out_lines, plain, read_folder, without_lines
+from kvcache_rag.integration import plain
+from kvcache_rag_documents import left_out_lines, read_folder, without_lines
+from kvcache_rag_documents.extraction import FOLDER
 from llama_index.kvcache_rag.commands.corpus import (
     FILE_DIGEST,
     PACKAGED,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
     from kvcache_rag import Metrics
-    from kvcache_rag.integration import FolderTexts, LeftOut
+    from kvcache_rag_documents import FolderTexts, LeftOut
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill, KVCacheVectorStore
 
 HELP = "embed, store and prefill the files of a folder: text, Markdown, PDF, HTML, Word"
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Bring collection and KV in step with the folder; 0 when they are."""
-    from kvcache_rag.integration.extraction import check_folder
+    from kvcache_rag_documents.extraction import check_folder
 
     check_folder(Path(arguments.folder))
     settings, before = _settings(arguments)

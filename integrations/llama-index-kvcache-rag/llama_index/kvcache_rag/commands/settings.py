@@ -223,7 +223,7 @@ def this_machine() -> str:
     """What seconds depend on, beside the model."""
     import torch
 
-    from kvcache_rag.commands.machine import processor
+    from kvcache_rag.models.processors import processor
 
     return f"{processor()}, {torch.get_num_threads()} thread(s)"
 

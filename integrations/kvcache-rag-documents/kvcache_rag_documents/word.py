@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from xml.etree import ElementTree  # files that declare entities are refused
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.formats.html import GAP, grouped, rendered
-from kvcache_rag.integration.formats.text import FileText, counted, silent
+from kvcache_rag_documents.html import GAP, grouped, rendered
+from kvcache_rag_documents.text import FileText, counted, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.formats.text import FileText, cleaned, counted
+from kvcache_rag_documents.text import FileText, cleaned, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

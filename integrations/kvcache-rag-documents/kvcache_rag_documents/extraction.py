@@ -11,13 +11,13 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, expanded
-from kvcache_rag.integration.formats import html, pdf, text, word
 from kvcache_rag.progress import plain
+from kvcache_rag_documents import html, pdf, text, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from kvcache_rag.integration.formats.text import FileText
+    from kvcache_rag_documents.text import FileText
 
 _NO_TEXT: Final = "there is no text in it"
 _SCANNED: Final = "there is no text in it; pages that were scanned need OCR first"
@@ -313,6 +313,9 @@ _READERS: Final = {
     ),
     ".txt": Reader(text.plain, "as it is (UTF-8), without control characters"),
 }
+
+FOLDER: Final = f"folder with {', '.join(suffixes())} files"
+"""How commands say what a folder of texts may hold."""
 
 
 def kinds_table() -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from documents import docx, filled_form, pdf, run
 
-from kvcache_rag.integration import FileText, read_file
+from kvcache_rag_documents import FileText, read_file
 
 TABLE = "<tr><td>Mobrit<td>412<tr><td>Gleis<td>9"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import documents
 import pytest
 
-from kvcache_rag.integration.extraction import read_file
+from kvcache_rag_documents import read_file
 
-FILES = Path(__file__).parent / "files"
+FILES = Path(documents.__file__).parent / "files"
 ENDING = ".expected.txt"
 NAMES = sorted(path.name.removesuffix(ENDING) for path in FILES.glob(f"*{ENDING}"))
 

@@ -13,14 +13,8 @@ import pytest
 from documents import docx, filled_form, nested_pdf, pdf
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.integration import (
-    LeftOut,
-    extract_text,
-    extraction,
-    left_out_lines,
-    read_folder,
-)
-from kvcache_rag.integration.formats import pdf as pdf_format
+from kvcache_rag_documents import LeftOut, extract_text, extraction, left_out_lines, read_folder
+from kvcache_rag_documents import pdf as pdf_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,7 +183,7 @@ def test_a_missing_library_is_named_before_anything_is_read(
 def test_every_kind_has_its_library_in_the_extra() -> None:
     from importlib.metadata import requires
 
-    wanted = [line for line in requires("kvcache-rag") or () if "documents" in line]
+    wanted = [line for line in requires("kvcache-rag-documents") or () if "extra" in line]
     for reader in extraction._READERS.values():
         for package, _ in reader.needs:
             assert any(line.startswith(package) for line in wanted), package

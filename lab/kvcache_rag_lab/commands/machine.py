@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-from pathlib import Path
 
 
 def described(device: str, threads: int) -> dict[str, str]:
@@ -17,6 +15,8 @@ def described(device: str, threads: int) -> dict[str, str]:
     """
     import torch
     import transformers
+
+    from kvcache_rag.models.processors import processor
 
     machine = f"{processor()}, {os.cpu_count()} cores, {threads} thread(s)"
     if device == "cuda":
@@ -32,13 +32,3 @@ def described(device: str, threads: int) -> dict[str, str]:
 def load() -> float:
     """Processes that wanted to run in the last minute, on average."""
     return round(os.getloadavg()[0], 2)
-
-
-def processor() -> str:
-    """The name of the CPU, or its kind where nobody tells."""
-    known = Path("/proc/cpuinfo")
-    if known.is_file():
-        for line in known.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.formats.html import raised
-from kvcache_rag.integration.formats.text import FileText, cleaned, counted, silent
+from kvcache_rag_documents.html import raised
+from kvcache_rag_documents.text import FileText, cleaned, counted, silent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
