@@ -219,7 +219,6 @@ class RemoteEngine(Reopened):
 
         Raises:
             InvalidInputError: If it is no URL.
-            MissingExtraError: If httpx is not installed.
         """
         url = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
         self._client = ServerClient(url, transport, key=api_key or None, through_proxies=True)
