@@ -69,23 +69,12 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         shutdown=Shutdown(settings.grace),
         keys=keys,
     )
-    routers = (
-        completions.router,
-        prefill.router,
-        status.router,
-        metrics.router,
-        playground.router,
-    )
-    for router in routers:
-        app.include_router(router(context))
+    for routes in (completions, prefill, status, metrics, playground):
+        app.include_router(routes.router(context))
     errors.install(app)
     validation.install(app)
     # Each surrounds those before it.
-    app.add_middleware(
-        Shell,
-        bodies=app.state.bodies,
-        shutdown=context.shutdown,
-    )
+    app.add_middleware(Shell, bodies=app.state.bodies, shutdown=context.shutdown)
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)
     _declare_own_errors(app)
