@@ -35,7 +35,7 @@ _ABOUT: Final = (
 
 
 def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
-    """The server's application; its `AppContext` is `app.state.context`.
+    """The server's application; `app.state` has its `AppContext`, `context`, and its `bodies`.
 
     Args:
         backend: Answers; it is closed by whoever made it.
@@ -52,6 +52,9 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         redoc_url=None,
     )
     authenticate = auth.authenticator(settings)
+    app.state.bodies = Bodies(
+        settings.max_total_body_bytes, settings.max_body_bytes, settings.max_body_seconds
+    )
     counting = metrics.ServerTelemetry(backend)
     exchanges, keys = Exchanges(), None
     if settings.api_keys is not None and isinstance(authenticate, auth.ByKey):
@@ -66,25 +69,12 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         shutdown=Shutdown(settings.grace),
         keys=keys,
     )
-    routers = (
-        completions.router,
-        prefill.router,
-        status.router,
-        metrics.router,
-        playground.router,
-    )
-    for router in routers:
-        app.include_router(router(context))
+    for routes in (completions, prefill, status, metrics, playground):
+        app.include_router(routes.router(context))
     errors.install(app)
     validation.install(app)
     # Each surrounds those before it.
-    app.add_middleware(
-        Shell,
-        bodies=Bodies(
-            settings.max_total_body_bytes, settings.max_body_bytes, settings.max_body_seconds
-        ),
-        shutdown=context.shutdown,
-    )
+    app.add_middleware(Shell, bodies=app.state.bodies, shutdown=context.shutdown)
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)
     _declare_own_errors(app)

@@ -39,8 +39,6 @@ BLOCK: Final = 64 << 10
 
 _SPARED: Final = 4  # of the memory of all bodies, a fourth is for small ones
 
-_SCOPE: Final = "kvcache_rag.bodies"
-
 _BRACKETS: Final = b"[]{}"
 _BLANKS: Final = b" \t\r\n"
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
@@ -148,13 +146,8 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._parser, _parsed, raw)
 
 
-def share(scope: Any, bodies: Bodies) -> None:
-    """Let the routes that answer a request read its body by `bodies`."""
-    scope[_SCOPE] = bodies
-
-
 class CheckedRequest(Request):
-    """A request whose JSON is neither too deep nor made of too many values."""
+    """A request whose JSON, read by the app's `Bodies`, is neither too deep nor too many values."""
 
     async def json(self) -> Any:
         """The body as JSON.
@@ -163,7 +156,7 @@ class CheckedRequest(Request):
             ApiError: 400 if it is too deep or too much.
             ValueError: If it is no JSON.
         """
-        bodies: Bodies = self.scope[_SCOPE]
+        bodies: Bodies = self.app.state.bodies
         return await bodies.parse(await self.body())
 
 

@@ -6,7 +6,9 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError, RemoteServerError
+import httpx
+
+from kvcache_rag.errors import InvalidInputError, RemoteServerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -78,7 +80,6 @@ class ServerClient:
         Raises:
             InvalidInputError: If it is no URL, or the key cannot be sent.
         """
-        httpx = _httpx()
         try:
             parsed = httpx.URL(url.rstrip("/"))
         except (httpx.InvalidURL, TypeError, AttributeError):
@@ -144,7 +145,7 @@ class ServerClient:
         """Whether it says that it can answer."""
         try:
             return bool((await self._http.get("/health", timeout=_REACHED)).is_success)
-        except _httpx().HTTPError:
+        except httpx.HTTPError:
             return False
 
     async def close(self) -> None:
@@ -172,31 +173,17 @@ class ServerClient:
                         float(wait) if wait.isdecimal() else None,
                     )
                 yield response
-        except _httpx().HTTPError as error:
+        except httpx.HTTPError as error:
             raise LostError(self._lost(path, error)) from error
 
     def _lost(self, path: str, error: Exception) -> str:
         """What is wrong, where no answer came."""
-        httpx = _httpx()
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return (
-                f"cannot reach the server at {self.url} ({error or type(error).__name__}); "
+                f"cannot reach the server at {self.url} ({error}); "
                 f"is `{self.started_by}` running there?"
             )
         return f"the server at {self.url} was lost at {path}: {error!r}"
-
-
-def _httpx() -> Any:
-    """The library, which only those need who ask servers.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
-    try:
-        import httpx
-    except ImportError as error:
-        raise MissingExtraError("httpx", "server") from error
-    return httpx
 
 
 def _part(data: str) -> Any:

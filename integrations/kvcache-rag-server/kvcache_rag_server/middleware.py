@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from kvcache_rag_server import bodies
 from kvcache_rag_server.backend import INVALID, PERMISSION, Failed
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, http_failure, response
 from kvcache_rag_server.limits import Places
@@ -81,7 +80,6 @@ class Shell:
 
         try:
             self._check(scope["path"])
-            bodies.share(scope, self._bodies)
             length = Headers(scope=scope).get("content-length", "")
             with self._bodies.incoming(receive, length) as body:
                 await self._app(scope, body, named)

@@ -1,19 +1,18 @@
 """`POST /v1/prefill`: documents of an ingestion, computed and stored before anybody asks."""
 
 # FastAPI reads the annotations of routes when they are made, so they are not postponed.
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
-from starlette.responses import Response
 
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
 from kvcache_rag_server.requests import Document, Sent, Text, check_model, chunks_of, new_id
-from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses, plain
+from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses
 from kvcache_rag_server.traces import carried
 
 
@@ -38,7 +37,6 @@ def router(context: AppContext) -> APIRouter:
 
     @routes.post(
         "/v1/prefill",
-        response_model=PrefillReply,
         responses=error_responses(*ANSWERING),
         summary="Compute and store documents before questions need them",
         operation_id="prefill",
@@ -47,7 +45,7 @@ def router(context: AppContext) -> APIRouter:
         request: Request,
         body: PrefillRequest,
         caller: Annotated[Caller, Depends(context.authenticate)],
-    ) -> Response:
+    ) -> PrefillReply:
         """What is stored already costs next to nothing; questions that wait come first.
 
         The limits are those of one request: send an ingestion in parts.  A client that goes away
@@ -65,9 +63,6 @@ def router(context: AppContext) -> APIRouter:
         )
         context.limits.check(work)
         found = await unless_left(request, context.backend.prefill(work))
-        reply = PrefillReply(
-            model=served, chunks=found.chunks, tokens=found.tokens, computed=found.computed
-        )
-        return JSONResponse(plain(reply))
+        return PrefillReply(model=served, **asdict(found))
 
     return routes

@@ -93,44 +93,6 @@ class Conversation(str):
         return written
 
 
-@dataclass
-class _Course:
-    """How far an answer has come.
-
-    Attributes:
-        emit: Takes each piece of its text.
-        text: So far.
-        finish: Why it ended.
-        metrics: What it cost, once the server has told.
-        opened: Done as soon as the server has begun, or will not.
-    """
-
-    emit: Emit | None = None
-    text: str = ""
-    finish: str = "length"
-    metrics: Metrics | None = None
-    opened: Future[None] = field(default_factory=Future)
-
-    def take(self, part: Mapping[str, Any]) -> None:
-        """Read an answer, or a part of one."""
-        if not self.opened.done():
-            self.opened.set_result(None)
-        for choice in part.get("choices", ()):
-            said = choice.get("delta") or choice.get("message") or {}
-            piece = choice.get("text") or said.get("content") or ""
-            self.text += piece
-            if piece and self.emit is not None:
-                self.emit(piece)
-            self.finish = choice.get("finish_reason") or self.finish
-        cost = part.get("kvcache")
-        if cost is not None:
-            self.metrics = Metrics.from_dict(cost)
-
-    def answer(self) -> Answer:
-        """All of it, or what came until it was cut."""
-        return Answer(self.text, self.metrics or Metrics(), finish_reason=self.finish)
-
-
 class RemoteForms(ConversationForms):
     """The forms of a model elsewhere: what it is told of tools, nobody here knows."""
 
@@ -231,7 +193,6 @@ class RemoteEngine(Reopened):
 
         Raises:
             InvalidInputError: If it is no URL.
-            MissingExtraError: If httpx is not installed.
         """
         url = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
         self._client = ServerClient(url, transport, key=api_key or None, through_proxies=True)
@@ -563,9 +524,9 @@ class _CutError(RemoteServerError):
     """A server was lost within an answer of which something was handed on."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
-    """One request for an answer.
+    """One request for an answer, and how far that has come.
 
     Attributes:
         engine: Whose server is asked.
@@ -573,6 +534,11 @@ class _Asked:
         body: Its fields; `max_time` is for who waits.
         replaced: What the metrics say that the server does not know.
         places: Of the documents in the body, their numbers as they were given.
+        emit: Takes each piece of the answer's text.
+        text: So far.
+        finish: Why it ended.
+        metrics: What it cost, once the server has told.
+        opened: Done as soon as the server has begun, or will not.
     """
 
     engine: RemoteEngine
@@ -580,49 +546,48 @@ class _Asked:
     body: dict[str, Any]
     replaced: Mapping[str, Any] = field(default_factory=dict)
     places: tuple[int, ...] = ()
+    emit: Emit | None = None
+    text: str = ""
+    finish: str = "length"
+    metrics: Metrics = field(default_factory=Metrics)
+    opened: Future[None] = field(default_factory=Future)
 
     def run(self, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """The whole answer, or what came of it until it was cut."""
-        return self._run(_Course(emit), cancelled)
+        self.emit = emit
+        return self._run(cancelled, is_read_in_parts=emit is not None)
 
     def open(self) -> AnswerStream:
         """The answer piece by piece, once it has begun."""
-        course = _Course()
 
         def run(emit: Emit, cancelled: threading.Event) -> Answer:
-            course.emit = emit
-            return self._run(course, cancelled, streaming=True)
+            self.emit = emit
+            return self._run(cancelled, is_read_in_parts=True)
 
         stream = AnswerStream(run)
-        course.opened.result()
+        self.opened.result()
         return stream
 
-    def _run(
-        self, course: _Course, cancelled: threading.Event | None, *, streaming: bool = False
-    ) -> Answer:
+    def _run(self, cancelled: threading.Event | None, *, is_read_in_parts: bool) -> Answer:
         body, engine = dict(self.body), self.engine
         until = time.monotonic() + body.pop("max_time", math.inf)
         # What may be cut is read as it comes; what need not be, a server can answer in a batch.
-        in_parts = streaming or course.emit is not None or until < math.inf
-        receive = self._parts if in_parts else self._whole
-
-        async def patient() -> None:
-            await engine._patiently(lambda: receive(body, course))
+        receive = self._parts if is_read_in_parts or until < math.inf else self._whole
 
         def is_over() -> bool:
             return time.monotonic() > until or (cancelled is not None and cancelled.is_set())
 
+        patient = engine._patiently(lambda: receive(body))
         try:
-            _wait(asyncio.run_coroutine_threadsafe(patient(), _loop()), is_over)
+            _wait(asyncio.run_coroutine_threadsafe(patient, _loop()), is_over)
         except BaseException as error:
             told = engine._error(error) if isinstance(error, RefusedError) else error
-            if not course.opened.done():
-                course.opened.set_exception(told)
+            if not self.opened.done():
+                self.opened.set_exception(told)
             raise told from None
-        answer = course.answer()
-        if not course.opened.done():
-            course.opened.set_result(None)
-        found, places = answer.metrics, self.places
+        if not self.opened.done():
+            self.opened.set_result(None)
+        found, places = self.metrics, self.places
         cost = replace(
             found,
             **self.replaced,
@@ -630,21 +595,36 @@ class _Asked:
             missed=tuple(replace(one, chunk=places[one.chunk]) for one in found.missed),
             relevance=tuple(replace(one, chunk=places[one.chunk]) for one in found.relevance),
         )
-        return replace(answer, metrics=cost)
+        return Answer(self.text, cost, finish_reason=self.finish)
 
-    async def _whole(self, body: Mapping[str, Any], course: _Course) -> None:
-        course.take(await self.engine._client.post(self.path, body))
+    async def _whole(self, body: Mapping[str, Any]) -> None:
+        self._take(await self.engine._client.post(self.path, body))
 
-    async def _parts(self, body: Mapping[str, Any], course: _Course) -> None:
+    async def _parts(self, body: Mapping[str, Any]) -> None:
         try:
             async with aclosing(self.engine._client.events(self.path, body)) as parts:
                 async for part in parts:
-                    course.take(part)
+                    self._take(part)
         except RemoteServerError as error:
             # What was handed on cannot be taken back.
-            if course.text and not isinstance(error, RefusedError):
+            if self.text and not isinstance(error, RefusedError):
                 raise _CutError(f"the answer has no end: {error}") from None
             raise
+
+    def _take(self, part: Mapping[str, Any]) -> None:
+        """Read an answer, or a part of one."""
+        if not self.opened.done():
+            self.opened.set_result(None)
+        for choice in part.get("choices", ()):
+            said = choice.get("delta") or choice.get("message") or {}
+            piece = choice.get("text") or said.get("content") or ""
+            self.text += piece
+            if piece and self.emit is not None:
+                self.emit(piece)
+            self.finish = choice.get("finish_reason") or self.finish
+        cost = part.get("kvcache")
+        if cost is not None:
+            self.metrics = Metrics.from_dict(cost)
 
 
 def _wait(future: Future[Any], is_over: Callable[[], bool]) -> Any:

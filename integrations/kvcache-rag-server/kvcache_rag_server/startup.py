@@ -11,7 +11,6 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.stores import MemoryStore
@@ -21,6 +20,7 @@ from kvcache_rag_server.connections import SETTINGS, Scarcity, patient
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
+from kvcache_rag_server.status import is_ready
 
 if TYPE_CHECKING:
     import socket
@@ -67,12 +67,7 @@ def run(
 
     Raises:
         InvalidInputError: If the model, the store or the keys cannot be used.
-        MissingExtraError: If uvicorn is not installed.
     """
-    try:
-        import uvicorn  # noqa: F401  # before a model is loaded for nothing
-    except ImportError as error:
-        raise MissingExtraError("uvicorn", "server") from error
     backend = open_backend(settings)
     _check_store(settings)
     app = build_app(backend, settings)
@@ -220,7 +215,7 @@ def announcement(settings: ServerSettings, url: str) -> str:
 async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
     context: AppContext = app.state.context
     asyncio.get_running_loop().set_exception_handler(Scarcity())
-    waiting = asyncio.create_task(_announce(context.backend, announce))
+    waiting = asyncio.create_task(_announce(context, announce))
     try:
         with _reloading(context):
             await server_of(app).serve([listener])
@@ -301,12 +296,7 @@ def _reloading(context: AppContext) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
-    while True:
-        try:
-            if await backend.ready():
-                break
-        except Exception as error:
-            _LOG.warning("the backend does not say whether it is ready: %r", error)
+async def _announce(context: AppContext, announce: Callable[[], None]) -> None:
+    while not await is_ready(context):
         await asyncio.sleep(_LOOK)
     announce()

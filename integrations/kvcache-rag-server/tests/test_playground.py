@@ -23,7 +23,7 @@ from kvcache_rag.policies import POLICY_NAMES, policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server import startup
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.commands import playground, serve
+from kvcache_rag_server.commands import serve
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.playground import PAGE, Explanation, assets
 from kvcache_rag_server.settings import RequestLimits
@@ -288,8 +288,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
         found.append(settings)
         announce("serving it", "http://127.0.0.1:9/")
 
-    for command in (playground, serve):
-        monkeypatch.setattr(command, "listening", listening)
+    monkeypatch.setattr(serve, "listening", listening)
     monkeypatch.setattr(startup, "run", run)
     return found
 
