@@ -217,8 +217,8 @@ TORCH_AS_IT_IS = "torch==$$($(@D)/bin/pip show torch 2>/dev/null | sed -n 's/^Ve
 
 # uv takes a minute where pip takes five. torch is pip's, whose settings may name where a small wheel of it is; what uv cannot reach, pip may.
 # Who is needed comes first: pip looks for a dist at the index unless it has met its folder.
-DEMO_DISTS := -e '.[gguf]' -e ./$(CPU) -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE)
-$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
+DEMO_DISTS := -e '.[gguf]' -e ./$(CPU) -e ./integrations/kvcache-rag-documents -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE)
+$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-documents/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
 	@$(PIP) install -c constraints.txt torch uv $(OR_SAY)
 	@$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(TORCH_AS_IT_IS) $(DEMO_DISTS) \
