@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from cachetools import Cache, TTLCache
@@ -33,11 +34,13 @@ from kvcache_rag.stores.locks import ThreadLocks
 from kvcache_rag.stores.names import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
+
+    Chunks: TypeAlias = TTLCache[ChunkKey, ChunkKV | EncodedChunk]
 
 
 def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
@@ -117,9 +120,9 @@ class MemoryStore(Tier):
                 f"memory of {self.home.device}{', pinned,' if pinned else ''} keeps no chunks in "
                 f"the form of {self._codec!r}; give Native(), or Int8() for plain main memory"
             )
-        self._lock = new_lock()
-        self._chunks: TTLCache[ChunkKey, ChunkKV | EncodedChunk] = TTLCache(
-            max_bytes, ttl or math.inf, timer=lambda: time.monotonic(), getsizeof=size_in_memory
+        self._lock, self._now = new_lock(), 0.0
+        self._chunks: Chunks = TTLCache(
+            max_bytes, ttl or math.inf, timer=lambda: self._now, getsizeof=size_in_memory
         )
         self._generations: Counter[str] = Counter()
         self._stripes = ThreadLocks()
@@ -131,6 +134,13 @@ class MemoryStore(Tier):
             f"MemoryStore({self.max_bytes}, device={str(self.home.device)!r}, "
             f"pinned={self.home.pinned}, ttl={self.ttl}, tier={self.tier!r}{form})"
         )
+
+    @contextmanager
+    def _alone(self) -> Iterator[Chunks]:
+        """The chunks for this thread alone, at one moment: none expires meanwhile."""
+        with self._lock:
+            self._now = time.monotonic()
+            yield self._chunks
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Give back the kept chunk itself; what is kept in a codec's form is decoded into `out`."""
@@ -162,12 +172,12 @@ class MemoryStore(Tier):
     def _kept(self, key: ChunkKey, layout: ChunkLayout) -> ChunkKV | EncodedChunk:
         """What is kept for a key, which now is the last used."""
         check_key(key)
-        with self._lock:
-            chunk = self._chunks.get(key)
+        with self._alone() as chunks:
+            chunk = chunks.get(key)
             if chunk is None:
                 raise FileNotFoundError("it was never put, or has gone")
             if chunk.layout != layout:
-                self._chunks.pop(key, None)
+                del chunks[key]
                 raise CorruptChunkError("its layout is not that asked for")
         return chunk
 
@@ -204,15 +214,15 @@ class MemoryStore(Tier):
         except (CorruptChunkError, RuntimeError) as error:  # PyTorch's, of memory that is full
             self._counters.failed(str(error).partition("\n")[0])
             return False
-        with self._lock:
+        with self._alone() as chunks:
             if self._generations[key.namespace] > generation:
                 self._counters.failed("the namespace was deleted meanwhile")
                 return False
             self._drop_expired()
-            self._chunks.pop(key, None)
-            before = len(self._chunks)
-            self._chunks[key] = kept
-            evicted = before + 1 - len(self._chunks)
+            chunks.pop(key, None)
+            before = len(chunks)
+            chunks[key] = kept
+            evicted = before + 1 - len(chunks)
         self._counters.kept(self.tier, size)
         self._counters.evicted(evicted)
         return True
@@ -220,31 +230,31 @@ class MemoryStore(Tier):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the key is held now; does not count as use."""
         check_key(key)
-        with self._lock:
-            return key in self._chunks
+        with self._alone() as chunks:
+            return key in chunks
 
     def touch(self, key: ChunkKey) -> None:
         """Make the key the most recently used."""
         check_key(key)
-        with self._lock:
-            self._chunks.get(key)
+        with self._alone() as chunks:
+            chunks.get(key)
 
     def delete(self, key: ChunkKey) -> bool:
         """Drop a chunk at once."""
         check_key(key)
-        with self._lock:
-            return self._chunks.pop(key, None) is not None
+        with self._alone() as chunks:
+            return chunks.pop(key, None) is not None
 
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
         """Forget every chunk of a namespace; who uses a chunk keeps it meanwhile."""
         check_name("namespace", namespace)
-        with self._lock:
+        with self._alone() as chunks:
             self._drop_expired()
             last = self._generations[namespace]
             self._generations[namespace] = generation or next_generation(last)
-            gone = [key for key in self._chunks if key.namespace == namespace]
+            gone = [key for key in chunks if key.namespace == namespace]
             for key in gone:
-                del self._chunks[key]
+                del chunks[key]
         self._counters.deleted(len(gone))
         return len(gone)
 
@@ -258,11 +268,11 @@ class MemoryStore(Tier):
 
     def sweep(self) -> int:
         """Drop old chunks, as every `put` does; the limit is kept by `put`."""
-        with self._lock:
+        with self._alone():
             return self._drop_expired()
 
     def _drop_expired(self) -> int:
-        # What has expired is in no answer of the cache's own; `Cache` counts it still.
+        # The cache's own length leaves out what has expired, and drops it uncounted.
         held = Cache.__len__(self._chunks)
         self._chunks.expire()
         dropped = held - Cache.__len__(self._chunks)
@@ -272,6 +282,6 @@ class MemoryStore(Tier):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys, values and token ids that are kept now."""
-        with self._lock:
+        with self._alone() as chunks:
             self._drop_expired()
-            return int(self._chunks.currsize)
+            return int(chunks.currsize)
