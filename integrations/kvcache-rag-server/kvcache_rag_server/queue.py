@@ -82,6 +82,9 @@ class TenantQueue:
     def __len__(self) -> int:
         return self._count
 
+    def jobs(self) -> list[Job]:
+        return [job for queue in self._queues.values() for job in queue]
+
     def add(self, job: Job) -> None:
         """Take a job in, at its place by arrival."""
         insort(self._queues.setdefault(job.work.namespace, []), job, key=attrgetter("number"))
@@ -139,7 +142,7 @@ class TenantQueue:
 
     def drain(self) -> list[Job]:
         """Take out all."""
-        jobs = [job for queue in self._queues.values() for job in queue]
+        jobs = self.jobs()
         self._queues.clear()
         self._count = 0
         return jobs
