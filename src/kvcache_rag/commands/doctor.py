@@ -67,6 +67,7 @@ ADDS: Final = {
     "kvcache-rag-llamacpp": {"": "GGUF files run by llama.cpp (--backend llama.cpp)"},
     "kvcache-rag-server": {
         "": "serve, build and playground; asking a server (base_url=)",
+        "otel": "OpenTelemetry spans of requests",
         "ray": "build --engine ray",
         "vllm": "serve --backend vllm",
     },
