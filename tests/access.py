@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.stores import names
+from kvcache_rag.stores import object_names
 
 if TYPE_CHECKING:
     from kvcache_rag import Engine, MemoryStore, RemoteStore
@@ -87,12 +87,12 @@ def remote_root(store: RemoteStore) -> Path:
 
 def remote_path(store: RemoteStore, key: ChunkKey) -> Path:
     """The file of a chunk of one on a folder."""
-    return Path(objects(store).path(names.chunk_name(key)))
+    return Path(objects(store).path(object_names.chunk_name(key)))
 
 
 def namespace_folder(root: Path | str, namespace: str) -> str:
     """Folder of a tenant."""
-    return f"{root}/{names.namespace_digest(namespace)}"
+    return f"{root}/{object_names.namespace_digest(namespace)}"
 
 
 def chunks(store: MemoryStore) -> Any:

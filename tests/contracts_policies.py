@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPTS = {
-    "several": StitchedPrompt.of(5, [30, 1, 17, 40], 3),
-    "one chunk": StitchedPrompt.of(5, [30], 3),
-    "no prefix": StitchedPrompt.of(0, [9, 12], 3),
-    "chunks of one token": StitchedPrompt.of(4, [1, 1], 1),
+    "several": StitchedPrompt.from_sizes(5, [30, 1, 17, 40], 3),
+    "one chunk": StitchedPrompt.from_sizes(5, [30], 3),
+    "no prefix": StitchedPrompt.from_sizes(0, [9, 12], 3),
+    "chunks of one token": StitchedPrompt.from_sizes(4, [1, 1], 1),
 }
 
 

@@ -230,7 +230,7 @@ def laid_out(case: Case) -> tuple[SegmentTable, list[int]]:
         rows.append(placed)
         ends.append(column)
     keep = [end - min(ends) for end in ends]
-    return SegmentTable.of(layout, rows, min(ends), keep), keep
+    return SegmentTable.from_rows(layout, rows, min(ends), keep), keep
 
 
 def run_case(case: Case) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from kvcache_rag import Engine, MemoryStore
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from kvcache_rag.models.pretrained import load
 
 NAME: Final = "smollm2"

@@ -23,8 +23,8 @@ from kvcache_rag.integration import lasting_adapter, open_engine
 from kvcache_rag.models import adapters
 from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
 from kvcache_rag.models.gguf import file_digest, quantised_dtype
-from kvcache_rag.models.names import PACKAGED, chosen_adapter
-from kvcache_rag.models.pretrained import brought_template, load
+from kvcache_rag.models.model_names import PACKAGED, chosen_adapter
+from kvcache_rag.models.pretrained import bundled_template, load
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag.settings import EngineSettings
 from kvcache_rag_server import startup
@@ -282,8 +282,8 @@ def test_the_template_of_an_adapter_is_used_as_a_models_own(
         assert engine.prefix_text.startswith("Read.")
     assert Engine.from_pretrained(base, adapter=folder, template=own).template == own
     # Who writes prompts before a model is loaded: retrieval of a server, rows of a collection.
-    assert brought_template(base, folder) == brought
-    assert brought_template(base) is None
+    assert bundled_template(base, folder) == brought
+    assert bundled_template(base) is None
 
 
 def test_an_adapter_without_a_template_leaves_its_models(saved: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink
 from kvcache_rag.errors import arguments_of
 from kvcache_rag.generation import AnswerOptions, CompletionOptions
-from kvcache_rag.generation.request import Planner
+from kvcache_rag.generation.request import RequestBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_every_method_shows_them(options: Any, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reader"),
-    [(AnswerOptions, Planner.request), (CompletionOptions, Planner.completion)],
+    [(AnswerOptions, RequestBuilder.request), (CompletionOptions, RequestBuilder.completion)],
 )
 def test_they_are_what_the_engine_and_generate_read(
     options: Any, reader: Callable[..., Any]

@@ -12,7 +12,7 @@ import access
 import pytest
 import torch
 from laws import TEMPLATE
-from test_undisturbed import traces
+from test_eval_mode import traces
 from tokenizers_zoo import byte_level, encode, word_pieces
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -17,7 +17,7 @@ from kvcache_rag import Engine, FullRecompute, Reuse
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models.decode import Decoded, decode, decodes
-from kvcache_rag.models.drafts import FEWEST, LONGEST, Drafts
+from kvcache_rag.models.prompt_lookup import FEWEST, LONGEST, PromptLookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,20 +78,20 @@ def test_guesses_right_and_wrong_give_the_tokens_of_generate(
     law = _by_generate(monkeypatch, engine, max_new_tokens=LENGTH)
     dice = random.Random(1)
 
-    class Oracle(Drafts):
+    class Oracle(PromptLookup):
         told = 0
 
-        def said(self, tokens: Sequence[int]) -> None:
+        def extend(self, tokens: Sequence[int]) -> None:
             self.told += len(tokens)
 
         def guess(self, room: int) -> list[int]:
             coming = law.token_ids[self.told : self.told + min(room, dice.randint(0, 6))]
             return [(one + (dice.random() < wrong)) % 300 for one in coming]
 
-        def judged(self, guessed: int, right: int) -> None:
+        def record_outcome(self, guessed: int, right: int) -> None:
             assert right <= guessed
 
-    monkeypatch.setattr(decoding, "Drafts", Oracle)
+    monkeypatch.setattr(decoding, "PromptLookup", Oracle)
     seen = _watched(monkeypatch)
     answer = engine.generate(QUESTION, TEXTS, max_new_tokens=LENGTH)
     assert answer.token_ids == law.token_ids
@@ -201,24 +201,24 @@ PROMPT = torch.tensor([*range(10, 40), 12, 13, 14, 90, 91, 92, 93])
 def test_a_guess_is_what_stood_behind_the_longest_then_latest_run(
     said: list[int], room: int, guess: list[int]
 ) -> None:
-    drafts = Drafts(PROMPT, 4, row_cost=0.0)
-    drafts.said(said)
+    drafts = PromptLookup(PROMPT, 4, row_cost=0.0)
+    drafts.extend(said)
     assert drafts.guess(room) == guess
 
 
 def test_nothing_is_guessed_of_a_short_prompt() -> None:
-    assert Drafts(PROMPT[:FEWEST], 4).guess(9) == []
+    assert PromptLookup(PROMPT[:FEWEST], 4).guess(9) == []
 
 
 def test_guesses_that_fail_become_fewer_and_those_that_hold_longer() -> None:
     def lengths(right: bool) -> list[int]:
-        drafts, found = Drafts(torch.arange(10, 4000), 10, row_cost=0.06), []
+        drafts, found = PromptLookup(torch.arange(10, 4000), 10, row_cost=0.06), []
         for turn in range(30):
             start = 20 + 60 * turn
-            drafts.said([5, *range(start, start + LONGEST)])
+            drafts.extend([5, *range(start, start + LONGEST)])
             guess = drafts.guess(99)
             found.append(len(guess))
-            drafts.judged(len(guess), len(guess) if right else 0)
+            drafts.record_outcome(len(guess), len(guess) if right else 0)
         return found
 
     failing, holding = lengths(False), lengths(True)
@@ -229,16 +229,16 @@ def test_guesses_that_fail_become_fewer_and_those_that_hold_longer() -> None:
 
 
 def test_a_dear_row_makes_guesses_short() -> None:
-    cheap, dear = Drafts(PROMPT, 10, row_cost=0.0), Drafts(PROMPT, 10, row_cost=0.5)
+    cheap, dear = PromptLookup(PROMPT, 10, row_cost=0.0), PromptLookup(PROMPT, 10, row_cost=0.5)
     for drafts in (cheap, dear):
-        drafts.said([11, 12, 13, 14])
+        drafts.extend([11, 12, 13, 14])
     assert len(cheap.guess(99)) == 10
     assert len(dear.guess(99)) < 5
 
 
 def test_an_answer_may_be_longer_than_what_was_set_aside() -> None:
-    drafts = Drafts(PROMPT, 4, row_cost=0.0)
+    drafts = PromptLookup(PROMPT, 4, row_cost=0.0)
     for start in range(0, 3000, 3):
-        drafts.said([start + 100, start + 101, start + 102])
-    drafts.said([100, 101])
+        drafts.extend([start + 100, start + 101, start + 102])
+    drafts.extend([100, 101])
     assert drafts.guess(9) == [102, 103, 104, 105]

@@ -97,7 +97,7 @@ class Case:
                 column += sizes[number]
             table.append(members)
         keep = [longest - query for query in queries]
-        self.table = SegmentTable.of(self.layout, table, self.width - longest, keep)
+        self.table = SegmentTable.from_rows(self.layout, table, self.width - longest, keep)
         self.queries = longest if not steps else 1
         tail, count = longest + steps, len(rows)
         self.query = torch.randn(count, HEADS, self.queries, WIDTH).to(dtype)
@@ -116,12 +116,12 @@ class Case:
 
     @property
     def layer(self) -> LayerSegments:
-        return LayerSegments(HeldSegments.of(self.table), 1, 1)
+        return LayerSegments(HeldSegments.from_table(self.table), 1, 1)
 
     def cached(self) -> tuple[Tensor, Tensor]:
         """The tail as it stands in a cache."""
         buffer = KVBuffer.allocate(self.layout.chunk_layout, 1, 8, "cpu")
-        cache: Any = deferred_cache(HeldSegments.of(self.table), self.layout.kinds, buffer)
+        cache: Any = deferred_cache(HeldSegments.from_table(self.table), self.layout.kinds, buffer)
         keys, values = cache.update(self.key, self.value, 2)
         return keys, values
 

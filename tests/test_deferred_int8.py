@@ -189,7 +189,7 @@ def test_the_kernel_is_as_exact_as_the_specification(queries: int, is_masked: bo
         ],
         [Segment(chunks[2], behind + 2 - sizes[2], 0)],
     ]
-    segments = Int8Segments.of(layout, rows, behind, [0, 2])
+    segments = Int8Segments.from_rows(layout, rows, behind, [0, 2])
     made = torch.Generator().manual_seed(queries)
     query = torch.randn(2, 4, queries, 32, generator=made).bfloat16()
     key, value = torch.randn(2, 2, 2, tail, 32, generator=made).bfloat16()
@@ -212,7 +212,7 @@ def test_without_a_mask_every_new_token_sees_what_is_before_it(tmp_path: Path) -
     (chunk,) = [
         engine.store.encoded(key, layout.chunk_layout).chunk for key in engine.add(TEXTS[:1])
     ]
-    segments = Int8Segments.of(layout, [[Segment(chunk, 0, 0)]], len(chunk), [0])
+    segments = Int8Segments.from_rows(layout, [[Segment(chunk, 0, 0)]], len(chunk), [0])
     made = torch.Generator().manual_seed(1)
     query = torch.randn(1, 4, 3, 32, generator=made).bfloat16()
     key, value = torch.randn(2, 1, 2, 3, 32, generator=made).bfloat16()

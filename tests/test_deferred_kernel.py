@@ -91,7 +91,7 @@ def table_of(layout: str, rows: Sequence[Sequence[tuple[ChunkKV, int, int]]]) ->
     segments = [
         [Segment(chunk, column, chunk.start + far) for chunk, column, far in row] for row in rows
     ]
-    return SegmentTable.of(model, segments, 99, [0] * len(rows))
+    return SegmentTable.from_rows(model, segments, 99, [0] * len(rows))
 
 
 def test_alignment_is_told() -> None:

@@ -16,7 +16,7 @@ from zoo import FAMILIES, HYBRIDS, REFUSED, build
 from benchmarks.common import read, result_file
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from kvcache_rag_documents.extraction import kinds_table
 from tools import support_table
 

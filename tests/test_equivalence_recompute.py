@@ -57,7 +57,7 @@ def reference(
 ) -> Tensor:
     """Logits of the query from one forward pass in which selected tokens have a second copy."""
     ids = engine.tokenize(QUESTION, texts)
-    prompt = StitchedPrompt.of(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
+    prompt = StitchedPrompt.from_sizes(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
     sequence = recompute_mask(ids.prefix, ids.chunks, ids.query, pick(prompt), scheme)
     return sequence_logits(engine, sequence)
 

@@ -19,7 +19,7 @@ import pytest
 from fastapi.testclient import TestClient
 from scripted import native_call, scripted_engine
 
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from langchain_kvcache_rag import ChatKVCache
 
 if TYPE_CHECKING:

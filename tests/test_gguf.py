@@ -24,7 +24,7 @@ from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
-from kvcache_rag.models.names import PACKAGED, PackagedModel
+from kvcache_rag.models.model_names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
 from kvcache_rag.settings import EngineSettings

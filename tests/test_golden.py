@@ -330,7 +330,7 @@ def test_what_ingest_noted_is_read_and_written_as_ever(
 
     frozen = (GOLDEN / "settings" / "ingest.json").read_text()
     monkeypatch.chdir(tmp_path)
-    found = Settings.of_text(frozen, "chroma", "docs")
+    found = Settings.from_text(frozen, "chroma", "docs")
     assert found == Settings(full=FullPrefill(*cases.FULL), **cases.INGEST)  # type: ignore[arg-type]  # of JSON
     assert found.to_text() == frozen
 

@@ -28,7 +28,7 @@ from kvcache_rag import CacheBlend, Combination, Engine, FullRecompute, LegoLink
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models import decode as decoding
 from kvcache_rag.models.adapters import note_training
-from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.models.prompt_lookup import PromptLookup
 from kvcache_rag.policies.default import UNTRAINED
 
 TOLERANCE = 5e-4
@@ -156,17 +156,17 @@ def test_guesses_right_and_wrong_change_no_token(
     kinds = [(2, 0), (0, 2), (1, 2), (2, 1), (0, 0)]
     rounds: list[int] = []
 
-    class Oracle(Drafts):
+    class Oracle(PromptLookup):
         def guess(self, room: int) -> list[int]:
             right, others = kinds[len(rounds) % len(kinds)]
             rounds.append(right)
             told = self._length - len(engine.tokenize(QUESTION, texts).all)
             return [*plain[told : told + right], *[wrong] * others][:room]
 
-        def judged(self, guessed: int, right: int) -> None:
+        def record_outcome(self, guessed: int, right: int) -> None:
             assert right <= guessed
 
-    monkeypatch.setattr(decoding, "Drafts", Oracle)
+    monkeypatch.setattr(decoding, "PromptLookup", Oracle)
     found = engine.generate(QUESTION, texts, prompt_lookup_num_tokens=4, **options)
     assert list(found.token_ids) == list(plain)
     # These are decoded by `generate()`, or have layers that take nothing back.
@@ -201,6 +201,6 @@ def test_guesses_are_made_where_several_tokens_cost_less_than_so_many_passes() -
     for name, dear in {"lfm2": False, "qwen3_5": False, "bamba": True, "jamba": True}.items():
         if name in HYBRIDS:
             cost = access.adapter(make_engine(name)).row_cost
-            drafts = Drafts(torch.tensor([5, 6, 7, 8, 9, 5, 6]), 4, cost)
-            drafts.said([7, 8])
+            drafts = PromptLookup(torch.tensor([5, 6, 7, 8, 9, 5, 6]), 4, cost)
+            drafts.extend([7, 8])
             assert bool(drafts.guess(9)) != dear

@@ -17,7 +17,7 @@ from laws import LONG_QUESTION, QUESTION, TEMPLATE, TEXTS, error
 from peft import LoraConfig, get_peft_model
 from recurrent_reference import reference_logits
 from safetensors.torch import load_file
-from test_undisturbed import SWITCHED, traces
+from test_eval_mode import SWITCHED, traces
 from zoo import HYBRIDS, build, byte_tokenizer
 
 from kvcache_rag import (

@@ -526,7 +526,7 @@ def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_pa
 
 def test_settings_are_taken_from_what_says_them_by_name() -> None:
     source = SimpleNamespace(model="m", dtype=None, device="cpu", revision="r", kv_codec="int8")
-    found = EngineSettings.of(source, device="cuda")
+    found = EngineSettings.from_source(source, device="cuda")
     assert found == EngineSettings(model="m", device="cuda", revision="r")
 
 
@@ -555,7 +555,7 @@ def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
     [("cpu", "int8", "int8-kc-vt"), ("cuda", "int8", None), ("cpu", "int4", None)],
 )
 def test_the_form_of_chunks_in_memory(device: str, codec: str, kept: str | None) -> None:
-    found = LocalSettings.of(None, kv_codec=codec, device=device).memory_codec()
+    found = LocalSettings.from_source(None, kv_codec=codec, device=device).memory_codec()
     assert (found and found.name) == kept
 
 

@@ -14,7 +14,13 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation
-from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout, Move
+from kvcache_rag.models.rotation import (
+    FrequencySet,
+    KeyRotation,
+    LayerGroup,
+    LayerKind,
+    ModelLayout,
+)
 from kvcache_rag.stitching import stitch
 from kvcache_rag.stitching.stitch import materialise, placed
 from kvcache_rag.stores import device
@@ -87,7 +93,7 @@ def plainly(
         view = buffer.view(0, place, stop, local_start=part.start, tokens=part.tokens)
         view.copy_from(part)
         if not torch.equal(old, new):
-            Move.of(layout, old, new, torch.device("cpu")).rotate(view)
+            KeyRotation.from_positions(layout, old, new, torch.device("cpu")).rotate(view)
         place = stop
 
 

@@ -9,8 +9,8 @@ from huggingface_hub import constants
 
 from kvcache_rag import Engine
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models import names
-from kvcache_rag.models.names import check_there, reached, resolve
+from kvcache_rag.models import model_names
+from kvcache_rag.models.model_names import check_there, offline_options, resolve
 from kvcache_rag.models.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hub, which does not answer, is asked for."""
     found: list[str] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(names, "_answers", lambda name, _: found.append(name))
+    monkeypatch.setattr(model_names, "_answers", lambda name, _: found.append(name))
     return found
 
 
@@ -71,16 +71,16 @@ def test_without_the_hub_what_is_here_is_loaded_as_it_is(tmp_path: Path, asked: 
     (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
     (repository / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
     here = {"cache_dir": str(tmp_path)}
-    assert reached("org/name", here) == {"local_files_only": True}
+    assert offline_options("org/name", here) == {"local_files_only": True}
     with pytest.raises(InvalidInputError, match="not on this machine"):
-        reached("org/name", {**here, "revision": "v2"})
-    assert reached("org/name", {**here, "local_files_only": True}) == {}
+        offline_options("org/name", {**here, "revision": "v2"})
+    assert offline_options("org/name", {**here, "local_files_only": True}) == {}
     assert asked == ["org/name"] * 2
 
 
 def test_a_hub_that_answers_is_left_to_who_loads(
     monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
-    monkeypatch.setattr(names, "_answers", lambda *_: True)
-    assert reached("org/none", {}) == {}
+    monkeypatch.setattr(model_names, "_answers", lambda *_: True)
+    assert offline_options("org/none", {}) == {}
     check_there("org/none")

@@ -15,7 +15,7 @@ from kvcache_rag.policies.selection import candidates, filled_windows, grouped, 
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 shapes = st.builds(
-    StitchedPrompt.of,
+    StitchedPrompt.from_sizes,
     st.integers(0, 5),
     st.lists(st.integers(1, 30), min_size=1, max_size=5),
     st.integers(1, 4),
@@ -66,7 +66,7 @@ def test_windows_are_all_or_nothing(
 
 
 def test_six_of_eight_exceed_five_and_five_do_not() -> None:
-    prompt = StitchedPrompt.of(3, [16, 11], 1)
+    prompt = StitchedPrompt.from_sizes(3, [16, 11], 1)
     selected = torch.zeros(30, dtype=torch.bool)
     selected[[3, 5, 6, 7, 8, 10]] = True  # six of the first window
     selected[[11, 12, 13, 14, 18]] = True  # five of the second
@@ -126,7 +126,7 @@ def test_windows_fill_a_budget_by_the_rule_of_the_paper(
 
 
 def test_a_ratio_of_the_recomputed_comes_out_as_asked() -> None:
-    prompt = StitchedPrompt.of(4, [400, 400, 400], 5)
+    prompt = StitchedPrompt.from_sizes(4, [400, 400, 400], 5)
     scores = noise(prompt, 1)  # as scattered as can be
     for ratio in (0.1, 0.2, 0.5):
         asked = round(ratio * 800)
@@ -156,14 +156,14 @@ def test_the_ratio_is_of_the_tokens_that_may_be_chosen(
     assert int(ungrouped.sum()) == round(ratio * later)
     # However long the first chunk is, which nobody would choose.
     first, *others = map(len, prompt.chunks)
-    longer = StitchedPrompt.of(len(prompt.spans[0]), [first + 50, *others], 1)
+    longer = StitchedPrompt.from_sizes(len(prompt.spans[0]), [first + 50, *others], 1)
     moved = torch.cat([torch.zeros(50), scores])
     found = CacheClip(ratio=ratio).select(longer, Scored(moved))
     assert torch.equal(found[50:], CacheClip(ratio=ratio).select(prompt, Scored(scores)))
 
 
 def test_scattered_scores_leave_no_window() -> None:
-    prompt = StitchedPrompt.of(0, [40, 40, 40], 5)
+    prompt = StitchedPrompt.from_sizes(0, [40, 40, 40], 5)
     scores = torch.zeros(120)
     scores[40::4] = 1.0
     assert not CacheClip(ratio=0.25).select(prompt, Scored(scores)).any()
@@ -173,10 +173,10 @@ def test_scattered_scores_leave_no_window() -> None:
 
 @pytest.mark.parametrize("ratio", [0.001, 0.995, 0.999])
 def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> None:
-    prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
+    prompt = StitchedPrompt.from_sizes(4, [40, 40, 40], 5)
     signals = Scored(torch.zeros(124))
     found = CacheClip(ratio=ratio).select(prompt, signals)
     assert int(found.sum()) == (0 if ratio < 0.1 else 80)
     assert signals.asked == 0
-    one = StitchedPrompt.of(4, [40], 5)
+    one = StitchedPrompt.from_sizes(4, [40], 5)
     assert not CacheClip().select(one, signals).any()

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from zoo import byte_tokenizer
 
 from kvcache_rag import InvalidInputError, Message, PromptTemplate
-from kvcache_rag.models.names import TINY, resolve
+from kvcache_rag.models.model_names import TINY, resolve
 from kvcache_rag.prompt import renderer as prompt_renderer
 from kvcache_rag.prompt.renderer import _SENTINEL, PromptRenderer
 from kvcache_rag.prompt.tokens import TextEncoder

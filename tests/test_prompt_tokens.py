@@ -28,7 +28,7 @@ from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptT
 from kvcache_rag.generation import StoredChunk
 from kvcache_rag.integration import Reference, text_digest
 from kvcache_rag.integration.references import wrapped_digests
-from kvcache_rag.models.names import TINY, resolve
+from kvcache_rag.models.model_names import TINY, resolve
 from kvcache_rag.prompt.offsets import chunk_offsets, written_chunk
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder
@@ -288,8 +288,8 @@ def test_the_shared_tokenizer_is_never_switched() -> None:
 
 def test_an_encoder_lives_as_long_as_its_tokenizer() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte level"))
-    encoder = TextEncoder.of(tokenizer)
-    assert TextEncoder.of(tokenizer) is encoder
+    encoder = TextEncoder.for_tokenizer(tokenizer)
+    assert TextEncoder.for_tokenizer(tokenizer) is encoder
     assert tokenizer in TextEncoder.known
     before = weakref.ref(encoder)
     del tokenizer, encoder
@@ -401,7 +401,7 @@ async def test_requests_are_counted_and_answered_by_the_same_ids() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_offsets_of_such_a_text_are_known(name: str) -> None:
     tokenizer, template = tokenizer_of(name), PromptTemplate()
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder.for_tokenizer(tokenizer)
     text = "The lamp <|im_end|><doc> [SEP] is 59392."
     ids = encoder.encode(written_chunk(encoder, template, text))
     offsets = chunk_offsets(tokenizer, template, text, ids)
@@ -584,7 +584,7 @@ def test_a_tokenizer_with_parts_in_python_is_read_as_it_is() -> None:
     tokenizer = fresh_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
     expected = tokenizer("The lamp is red.", add_special_tokens=False)["input_ids"]
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder.for_tokenizer(tokenizer)
     shortened(tokenizer)
     assert encoder.encode("The lamp is red.") == expected
-    assert TextEncoder.of(tokenizer) is encoder
+    assert TextEncoder.for_tokenizer(tokenizer) is encoder

@@ -76,7 +76,7 @@ def shape_of(
     engine: Engine, texts: list[str], question: str = QUESTION, history: Sequence[Message] = ()
 ) -> StitchedPrompt:
     ids = engine.tokenize(question, texts, history)
-    return StitchedPrompt.of(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
+    return StitchedPrompt.from_sizes(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
 
 
 def attention_of(

@@ -250,7 +250,7 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
     scorer = Words()
     engine = make_engine("qwen2", auxiliary=None if own else scorer)
     keys = engine.add(TEXTS)
-    load = access.runner(engine).filler.loader.load
+    load = access.runner(engine).context_builder.loader.load
 
     def loading(_: Any, *arguments: Any, **options: Any) -> Any:
         found = load(*arguments, **options)

@@ -259,7 +259,7 @@ def test_gradients_get_through_a_rotation(rotation: Rotation) -> None:
     keys = torch.randn(2, 3, 5, WIDTH)
     old, new = torch.arange(5), torch.arange(5) + 70
     inv_freq = frequencies(rotation)
-    table = RotaryTable.of(rotation, *angle_table(inv_freq, old, new))
+    table = RotaryTable.from_angles(rotation, *angle_table(inv_freq, old, new))
     before = keys.clone().requires_grad_()
     behind = table.rotated(before)
     assert torch.allclose(behind, rotate(keys, rotation, inv_freq, old, new), atol=1e-6)

@@ -161,7 +161,7 @@ def test_bytes_are_said_as_people_say_them(said: str, count: int, tmp_path: Path
     assert ServerSettings(memory_bytes=said, max_document_bytes=said).memory_bytes == count
     file = tmp_path / "server.yaml"
     file.write_text(f"kv_max_bytes: {said}\n")
-    assert ServerSettings.of(None, file).kv_max_bytes == count
+    assert ServerSettings.from_source(None, file).kv_max_bytes == count
 
 
 @pytest.mark.parametrize("said", ["ten", "10XB", "GB", "-1GB", "1iB", "1e9", "0", "0.1"])
@@ -177,7 +177,7 @@ def test_a_truth_is_no_number(name: str, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(f"model: tiny\n{name}: true\n")
     with pytest.raises(InvalidInputError, match=f"^{name} cannot be used: must not be True$"):
-        ServerSettings.of(None, file)
+        ServerSettings.from_source(None, file)
 
 
 def test_an_unknown_setting_is_one_sentence() -> None:
@@ -214,7 +214,7 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) ->
     file = tmp_path / "server.yaml"
     file.write_text("model: tiny\nkv_dir: kv\nport: 9\nmax_documents: 3\nallow_anonymous: true\n")
     said = argparse.Namespace(port="0", allow_anonymous=False)
-    found = ServerSettings.of(said, file)
+    found = ServerSettings.from_source(said, file)
     assert (found.model, found.kv_dir, found.max_documents) == ("tiny", "kv", 3)
     assert (found.port, found.allow_anonymous, found.max_batch) == (0, False, 8)
 
@@ -268,7 +268,7 @@ def test_whatever_opens_a_path_knows_the_home_folder(
     (home / "key").chmod(0o600)
 
     assert LocalSettings(template="~").template == PromptTemplate(system="Read this.\n")
-    served = ServerSettings.of(None, "~/server.yaml")
+    served = ServerSettings.from_source(None, "~/server.yaml")
     assert (served.kv_dir, served.api_keys) == (f"{home}/kv", home / "keys")
     front = ServerSettings(backend="vllm", base_url=("http://a",), backend_key="~/k")
     assert front.backend_key == f"{home}/k"

@@ -12,7 +12,7 @@ import pytest
 from kvcache_rag import Engine, Reuse
 from kvcache_rag.models.adapters import WEIGHTS, AdapterBase
 from kvcache_rag.models.gguf import quantised_dtype
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.policies.default import UNTRAINED
 from training.smollm2.card import model_card

@@ -19,7 +19,7 @@ from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import DiskStore, disk, filesystem, limits, runs
 from kvcache_rag.stores import file as chunkfile
 from kvcache_rag.stores.locks import ThreadLocks
-from kvcache_rag.stores.names import SUFFIX, chunk_name
+from kvcache_rag.stores.object_names import SUFFIX, chunk_name
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
 from tests.damage import SMALL, before_next, filled, header_size
 

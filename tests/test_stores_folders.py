@@ -17,7 +17,7 @@ from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import DiskStore
 from kvcache_rag.stores.file import Header, file_header
 from kvcache_rag.stores.listing import StoredFile, manifest_of, namespaces
-from kvcache_rag.stores.names import MANIFEST
+from kvcache_rag.stores.object_names import MANIFEST
 from tests.contracts import key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_what_is_counted(store: DiskStore) -> None:
     (paths[0].parent / ".tmp-torso").write_bytes(b"12345")
     (paths[0].parent.parent / ".tmp-manifest").write_bytes(b"123")
     (spec,) = next(namespaces(store.root)).specs()
-    found = Summary.of(spec)
+    found = Summary.from_spec(spec)
     assert (found.chunks, found.nbytes) == (4, sum(path.stat().st_size for path in paths))
     assert (found.unfinished, found.unfinished_bytes) == (3, 8), "and what 0.1.0 left"
 

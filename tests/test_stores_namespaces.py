@@ -255,7 +255,7 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
     entered, leave = threading.Event(), threading.Event()
     looked = limits.Sweeper._looked
 
-    def slow(*args: Any) -> limits.Swept:
+    def slow(*args: Any) -> limits.SweepResult:
         entered.set()
         assert leave.wait(60)
         return looked(*args)

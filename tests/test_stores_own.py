@@ -16,7 +16,7 @@ from small import make_model, make_tokenizer
 from kvcache_rag import Engine
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import ByteStore, ChunkStore, MemoryBytes, StoredChunks
-from kvcache_rag.stores.names import SUFFIX, chunk_name
+from kvcache_rag.stores.object_names import SUFFIX, chunk_name
 from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from kvcache_rag.cli import main
 from kvcache_rag.kv.chunk import spec_digest
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag.stores.folder import Folder
-from kvcache_rag.stores.names import namespace_digest
+from kvcache_rag.stores.object_names import namespace_digest
 from tests.contracts import LAYOUT, LAYOUTS, key_of, make_chunk, same
 from tests.contracts_codecs import finite_chunk
 

@@ -149,7 +149,7 @@ def test_a_folder_is_walked_only_when_the_count_says_that_it_is_full(
     walks: list[int] = []
     looked = limits.Sweeper._looked
 
-    def counted(*args: Any) -> limits.Swept:
+    def counted(*args: Any) -> limits.SweepResult:
         walks.append(1)
         return looked(*args)
 

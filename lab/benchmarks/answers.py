@@ -50,10 +50,10 @@ from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import hash_vector
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.names import resolve
+from kvcache_rag.models.model_names import resolve
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.base import Plan
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 from kvcache_rag.policies.selection import candidates, top
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag_lab.evaluation.datasets import read_json_lines
@@ -101,7 +101,7 @@ class RandomTokens(ReusePolicy):
     """
 
     name: ClassVar[str] = "random"
-    _forms = (Form("random[:RATIO]", lambda words: RandomTokens(*words.numbers(float))),)
+    _forms = (PolicySyntax("random[:RATIO]", lambda words: RandomTokens(*words.numbers(float))),)
     ratio: float = 0.2
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
@@ -338,7 +338,7 @@ def _go_on(
     kept = RecordFile(file)
     missing = []
     for task in tasks:
-        asked = [Asked.of(question) for question in task.questions()]
+        asked = [Asked.from_question(question) for question in task.questions()]
         known = results.known(task.name, cells, asked)
         missing += [one for one in known if kept.get(one.place, one.digest) is None]
     if missing:
@@ -396,7 +396,7 @@ def collect(options: argparse.Namespace) -> None:
         task = task_by_name(name, data=options.data)
         rows = results.sets.setdefault(name, Rows())
         wanted = [question for question in all_rows(task, options) if question.id in records]
-        for asked in map(Asked.of, retriever.ranked(wanted)):
+        for asked in map(Asked.from_question, retriever.ranked(wanted)):
             for record in records[asked.question.id]:
                 _keep(rows, asked, record, task)
     results.write(options.json, options.name)
@@ -460,7 +460,7 @@ def times(options: argparse.Namespace) -> None:
     store = DiskStore(options.folder / "chunks", durable=False)
     asker = Asker(Workplaces(engine, options.folder, auxiliary(options), store), ())
     for name, task in _timed(options, engine):
-        items = [Asked.of(question) for question in task.questions()]
+        items = [Asked.from_question(question) for question in task.questions()]
         rows = [item.digest for item in items]
         known = results.times.get(name, {})
         if known.get("rows") == rows and set(options.policies) <= set(known["ms"]):

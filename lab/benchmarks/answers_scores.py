@@ -113,7 +113,7 @@ class Results:
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Results:
+    def from_values(cls, values: Mapping[str, Any]) -> Results:
         """From the `raw` part of a report."""
         sets = {name: Rows(**rows) for name, rows in values["sets"].items()}
         return cls(values["about"], values["sittings"], sets, values["times"])
@@ -122,7 +122,7 @@ class Results:
     def read(cls, path: Path, name: str) -> Results | None:
         """What a report has of a model; None where there is nothing."""
         values = read(path).get(RAW, {}).get(name)
-        return cls.of(values) if values else None
+        return cls.from_values(values) if values else None
 
     def write(self, path: Path, name: str) -> None:
         """Put it into a report, whose tables are computed anew."""
@@ -372,7 +372,7 @@ def _ms(results: Results, names: Sequence[str], label: str) -> list[float]:
 
 def report_of(kept: Mapping[str, Any]) -> dict[str, Any]:
     """The report: tables, and what they are computed from, row by row and without any text."""
-    results = {name: Results.of(values) for name, values in kept.items()}
+    results = {name: Results.from_values(values) for name, values in kept.items()}
     tables: dict[str, list[dict[str, Any]]] = {
         "scores": [],
         "every policy": [],

@@ -95,7 +95,7 @@ def layout_of(heads: int, rotation: Rotation) -> ModelLayout:
     )
 
 
-class Call:
+class KernelCall:
     """Chunks, a question's tensors and the ways to attend."""
 
     def __init__(self, setting: Setting, device: str) -> None:
@@ -140,7 +140,7 @@ class Call:
             [Segment(chunk, column, chunk.start + far) for chunk, column, far in row]
             for row in rows
         ]
-        return SegmentTable.of(layout, segments, self.setting.context)
+        return SegmentTable.from_rows(layout, segments, self.setting.context)
 
     def attend(self, side: str, place: int) -> Tensor:
         """Output of one layer, `(rows, queries, heads, width)`."""
@@ -226,7 +226,7 @@ def sample(attend: Callable[[int], object]) -> float:
 
 def measure(setting: Setting, device: str) -> list[Timing]:
     """Compare and time all sides of one setting."""
-    call = Call(setting, device)
+    call = KernelCall(setting, device)
     sides: dict[str, Callable[[int], object]] = {
         side: functools.partial(call.attend, side) for side in call.tables
     }

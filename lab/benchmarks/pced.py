@@ -137,7 +137,7 @@ def ask(
     missing = [
         (task, one)
         for task in tasks
-        for one in map(Asked.of, task.questions())
+        for one in map(Asked.from_question, task.questions())
         if records.get(cell.place(task.name, one.question.id), one.digest) is None
     ]
     if not missing:

@@ -54,7 +54,7 @@ from benchmarks.peers_report import Right, report_of, with_right
 from benchmarks.peers_servers import Llama, LlamaSide, Vllm, VllmSide, descendants, prepared
 from benchmarks.stock import checkpoint
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.names import resolve
+from kvcache_rag.models.model_names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
@@ -623,7 +623,7 @@ def prepare(
     if "kvboost" in options.sides:
         versions["kvboost"] = kvboost_of(work)
     if options.vllm_venv is not None:
-        vllm = Vllm.of(options.vllm_venv)
+        vllm = Vllm.from_environment(options.vllm_venv)
         versions["vllm"] = vllm.version
     models = {model.name: model.facts() for model in options.models}
     journal = Journal(work / file, {**facts, "peers": versions, "models": models}, fresh=fresh)

@@ -97,7 +97,7 @@ def rows_of(options: argparse.Namespace) -> list[Rows]:
     for name, count in SETS.items():
         task = task_by_name(name, data=options.data).in_order()
         few = argparse.Namespace(half="first", rows=min(count, options.rows), shard=(0, 1))
-        found.append(Rows(task, [*map(Asked.of, drawn(task, few, retriever))]))
+        found.append(Rows(task, [*map(Asked.from_question, drawn(task, few, retriever))]))
     return found
 
 
@@ -105,7 +105,7 @@ def known(sha256: str, sets: Iterable[Rows]) -> Iterator[dict[str, Any]]:
     """What the reports of `answers` have of a file, as records."""
     for report, labels in KNOWN.items():
         kept = read(result_file(report)).get(RAW, {}).values()
-        for results in map(Results.of, kept):
+        for results in map(Results.from_values, kept):
             if results.about["identity"]["sha256"] != sha256 or not _is_plain(results):
                 continue
             for rows in sets:

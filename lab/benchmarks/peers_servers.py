@@ -346,7 +346,7 @@ class Vllm:
     version: str
 
     @classmethod
-    def of(cls, venv: Path) -> Vllm:
+    def from_environment(cls, venv: Path) -> Vllm:
         """Ask an environment for its versions.
 
         Raises:

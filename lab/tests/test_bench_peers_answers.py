@@ -67,7 +67,7 @@ def tokenizer() -> Any:
 
 def test_a_peer_knows_the_documents_in_another_order(tokenizer: Any) -> None:
     renderer = PromptRenderer(PromptTemplate("Be short.\n\n"), tokenizer)
-    made = prompt_of(renderer, Asked.of(QUESTIONS[0]))
+    made = prompt_of(renderer, Asked.from_question(QUESTIONS[0]))
     ids = renderer.tokenize("Who moved?", QUESTIONS[0].chunks, ())
     assert (made["context"], made["query"]) == ([*ids.context], [*ids.query])
     assert made["before"] != made["context"]
@@ -84,7 +84,7 @@ def test_every_side_is_compared_with_a_full_prefill_that_is_asked() -> None:
 def test_what_was_found_of_ours_is_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [*map(Asked.of, QUESTIONS)]
+    asked = [*map(Asked.from_question, QUESTIONS)]
     kept = KeptRows()
     kept.keep(asked[1], 1, "full", {"right": 1, "wrong_document": 0, "computed": 1})
     kept.keep(asked[1], 1, "bestfew", {"right": 0, "computed": 0})
@@ -126,7 +126,7 @@ def asking(
     monkeypatch.setattr(Small, "tokenizer", tokenizer)
     monkeypatch.setattr(peers, "Model", Small)
     monkeypatch.setattr(peers_answers, "prepare", prepared)
-    rows = [Rows(_Task(), [*map(Asked.of, QUESTIONS)])]  # type: ignore[arg-type]  # a fake
+    rows = [Rows(_Task(), [*map(Asked.from_question, QUESTIONS)])]  # type: ignore[arg-type]  # a fake
     monkeypatch.setattr(peers_answers, "rows_of", lambda options: rows)
     monkeypatch.setattr(peers_answers, "result_file", lambda name: tmp_path / f"{name}.json")
 

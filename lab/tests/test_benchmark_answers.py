@@ -189,7 +189,9 @@ def test_times_are_of_sets_and_of_two_lengths(run: Any) -> None:
 
 def test_an_answer_takes_the_place_of_an_older_one() -> None:
     rows = Rows()
-    asked = [Asked.of(Question(str(n), f"Who {n}?", ("a", "b"), ("x",))) for n in range(3)]
+    asked = [
+        Asked.from_question(Question(str(n), f"Who {n}?", ("a", "b"), ("x",))) for n in range(3)
+    ]
     for place, half, found in ((2, 1, {"right": 1}), (0, 2, {"right": 0, "kl": 0.5})):
         rows.keep(asked[place], half, "full", found)
     rows.keep(asked[2], 1, "full", {"right": 0})

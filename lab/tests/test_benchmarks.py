@@ -97,13 +97,13 @@ def test_shapes_are_those_of_the_published_models(shape: str, billions: float) -
 # ---------------------------------------------------------------------------------- operations
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_the_papers_reduction_is_the_share_of_the_context(shape: str) -> None:
-    found = DecoderShape.of(config_of(shape)).prompt(8192, 128)
+    found = DecoderShape.from_config(config_of(shape)).prompt(8192, 128)
     assert round(100 * found.reduction, 2) == 98.46  # TurboRAG's figure
     assert round(100 * found.reduction_with_rotation, 2) == 98.46  # the rotation adds nothing
 
 
 def test_a_cached_instruction_adds_no_operation_but_attention_to_it() -> None:
-    shape = DecoderShape.of(config_of("qwen2-7b"))
+    shape = DecoderShape.from_config(config_of("qwen2-7b"))
     without, behind = shape.prompt(8192, 128), shape.prompt(8192, 128, prefix=32)
     assert behind.cached - without.cached == shape.forward(128, 8352) - shape.forward(128, 8320)
     assert (behind.cached - without.cached) / without.full < 2e-5

@@ -73,13 +73,13 @@ def test_operations_are_those_that_torch_counts(kind: str, further: dict[str, An
         model.base_model(torch.arange(48)[None], use_cache=False)
     counted = counter.get_total_flops()
     # Angles of RoPE are a product of matrices, too, once a model.
-    angles = counted - DecoderShape.of(config).forward(48, 48)
+    angles = counted - DecoderShape.from_config(config).forward(48, 48)
     assert 0 <= angles <= 2 * 48 * 32 * 2
 
 
 def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     further = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    found = DecoderShape.of(AutoConfig.for_model("mixtral", **{**SMALL, **further}))
+    found = DecoderShape.from_config(AutoConfig.for_model("mixtral", **{**SMALL, **further}))
     # Per layer four matrices of attention, the router, and two of eight experts.
     assert found.weights == 3 * (4 * 64 * 64 + 8 * 64 + 2 * 3 * 64 * 96)
 
@@ -93,7 +93,7 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
 )
 def test_operations_are_not_guessed(config: Any, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
-        DecoderShape.of(config)
+        DecoderShape.from_config(config)
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -142,7 +142,7 @@ def test_recurrence_by_hand() -> None:
     # Four questions over ten chunks; chunk 7 is asked for four times, 2 twice, 0 and 5 once.
     found = [np.array(one) for one in ([7, 2], [7, 0], [7, 2], [5, 7])]
     sizes = {"large": [10**9] * 10, "small": [10**8] * 10}
-    use = Recurrence.of(found, sizes, [0.5, 2.0])
+    use = Recurrence.from_retrieved(found, sizes, [0.5, 2.0])
     assert (use.questions, use.retrieved, use.distinct) == (4, 8, 4)
     assert use.recurring == pytest.approx(4 / 8)
     # Two large ones: 7 2 7+ 0 7+ 2 5 7, of which 7 hits twice; five small ones keep all.
@@ -156,7 +156,7 @@ def test_recurrence_by_hand() -> None:
     assert use.curve[0] == 0
     assert use.curve[100] == pytest.approx(1)
     with pytest.raises(InvalidInputError, match="no question finds a chunk"):
-        Recurrence.of([np.array([], dtype=np.int64)], {"native": [1, 2]}, [1.0])
+        Recurrence.from_retrieved([np.array([], dtype=np.int64)], {"native": [1, 2]}, [1.0])
 
 
 def test_the_null_of_questions_that_ask_for_all_chunks_is_drawn() -> None:
@@ -238,7 +238,7 @@ def test_texts_are_as_long_as_they_are_to_be_in_words_of_the_vocabulary() -> Non
 @pytest.fixture
 def bench(tmp_path: Any) -> SpeedBench:
     engine = Engine(make_model(), make_tokenizer())
-    plan = SpeedPlan.of(engine, [80, 32], chunk=32, tokens=3, rounds=2)
+    plan = SpeedPlan.from_engine(engine, [80, 32], chunk=32, tokens=3, rounds=2)
     return SpeedBench(engine, {MEMORY: MemoryStore(), FILES: DiskStore(tmp_path)}, plan)
 
 
@@ -278,7 +278,7 @@ def test_chunks_that_are_gone_are_told_and_not_timed(bench: SpeedBench) -> None:
 
 def test_a_store_that_keeps_nothing_is_told(tmp_path: Any) -> None:
     engine = Engine(make_model(), make_tokenizer())
-    plan = SpeedPlan.of(engine, [32], chunk=32, tokens=2, rounds=1)
+    plan = SpeedPlan.from_engine(engine, [32], chunk=32, tokens=2, rounds=1)
     stores = {MEMORY: MemoryStore(10), FILES: DiskStore(tmp_path)}
     with pytest.raises(InvalidInputError, match=r"cannot be kept .*exceeds max_bytes"):
         SpeedBench(engine, stores, plan).ingest()
@@ -287,7 +287,7 @@ def test_a_store_that_keeps_nothing_is_told(tmp_path: Any) -> None:
 def test_contexts_that_nobody_named_are_those_that_fit() -> None:
     def chosen(window: int) -> tuple[int, ...]:
         engine = Engine(make_model(), make_tokenizer(), context_window=window)
-        return SpeedPlan.of(engine, (), chunk=32, tokens=2, rounds=1).contexts
+        return SpeedPlan.from_engine(engine, (), chunk=32, tokens=2, rounds=1).contexts
 
     assert chosen(4096) == (1024, 2048)
     (only,) = chosen(700)

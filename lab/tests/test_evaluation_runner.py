@@ -360,7 +360,10 @@ def test_a_verdict_and_an_evaluation_say_the_same_of_the_same_questions(
     for label, row in scored.items():
         assert row.score == statistics.fmean(one.scores["right"] for one in found[label])
         pairs = zip(found[label], found["full"], strict=True)
-        assert row.agreement == Share.of(one.answer == full.answer for one, full in pairs).value
+        assert (
+            row.agreement
+            == Share.from_outcomes(one.answer == full.answer for one, full in pairs).value
+        )
     for label in ("reuse", "composite"):
         divergences = [one.divergence or 0.0 for one in found[label]]
         # Rounded to bfloat16 on the way, in a batch and alone.

@@ -130,11 +130,11 @@ def test_wilsons_bounds_are_the_shares_that_a_score_test_just_does_not_reject(
 
 def test_a_share_has_wilsons_interval() -> None:
     scores = (1.0, 0.0, 1.0, 1.0)
-    tally, mean = Share.of(score > 0.5 for score in scores), mean_interval(scores)
+    tally, mean = Share.from_outcomes(score > 0.5 for score in scores), mean_interval(scores)
     assert (tally.successes, tally.trials, tally.value, mean.value) == (3, 4, 0.75, 0.75)
     assert tally.interval == pytest.approx((mean.low, mean.high)) == wilson(3, 4)
     assert str(tally) == "75.0 % (30.1-95.4, n=4)"
-    assert (Share.of([]).value, Share.of([]).interval) == (0, (0, 1))
+    assert (Share.from_outcomes([]).value, Share.from_outcomes([]).interval) == (0, (0, 1))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3, 0.999])
@@ -170,7 +170,7 @@ def test_the_median_covers_the_truth_nearly_as_often_as_it_says() -> None:
     generator = np.random.default_rng(7)
     studies = [generator.lognormal(0, 1, 25).tolist() for _ in range(1500)]
     found = [median_interval(one, resamples=500) for one in studies]
-    covered = Share.of(one.low <= 1 <= one.high for one in found)
+    covered = Share.from_outcomes(one.low <= 1 <= one.high for one in found)
     assert 0.91 <= covered.value <= 0.96
 
 

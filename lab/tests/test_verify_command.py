@@ -21,8 +21,8 @@ from verdicts import REUSE, make_verdict
 from kvcache_rag import BestFew, DiskStore, Engine, FullRecompute, InvalidInputError, Reuse, cli
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import FingerprintMismatchError
-from kvcache_rag.models.rotation import Move
-from kvcache_rag.policies.named import policy_by_name
+from kvcache_rag.models.rotation import KeyRotation
+from kvcache_rag.policies.policy_registry import policy_by_name
 from kvcache_rag.verdict import PolicyScore, Verdict
 from kvcache_rag_lab.commands import verify
 from kvcache_rag_lab.commands.verify import lines
@@ -137,7 +137,7 @@ def test_chance_is_the_mean_of_random_choices() -> None:
 
 
 def test_broken_numerics_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Move, "bring", lambda _, place, chunk: place.copy_from(chunk))
+    monkeypatch.setattr(KeyRotation, "copy_rotated", lambda _, place, chunk: place.copy_from(chunk))
     file = write(tmp_path / "mine.jsonl", reader_rows(1))
     out = tmp_path / "verdict.json"
     options = ("--questions", "2", "--policies", "reuse", "--max-new-tokens", "4", "--out", out)

@@ -317,7 +317,7 @@ class Auxiliary(NamedArguments):
         """A chunk, or its halves if it is too long; parts that are only space have no piece."""
         if not text.strip():
             return
-        planned = self._bound.planner.chunk(text, number)
+        planned = self._bound.request_builder.chunk(text, number)
         if len(planned) <= self._longest:
             yield _Piece(number, start, text, planned)
             return

@@ -38,23 +38,23 @@ from kvcache_rag.generation.question import ChunkInput, Question
 from kvcache_rag.generation.request import (
     Asked,
     OtherLengthsError,
-    Planner,
+    RequestBuilder,
     checked_nats,
     listed_chunks,
     listed_keys,
     listed_questions,
     retrieved_chunks,
 )
-from kvcache_rag.generation.runner import Runner, unsaid
+from kvcache_rag.generation.runner import Runner, cancelled_answer
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.language import StoppedError, lock_of
-from kvcache_rag.models.names import chosen_adapter
+from kvcache_rag.models.model_names import chosen_adapter
 from kvcache_rag.models.pretrained import language_model, load
 from kvcache_rag.models.weights import bare_model
 from kvcache_rag.policies.base import with_auxiliary
-from kvcache_rag.policies.named import given_policy
+from kvcache_rag.policies.policy_registry import given_policy
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stores import ChunkStore, MemoryStore
@@ -167,7 +167,7 @@ class Engine(NamedArguments):
             else MemoryStore(COMBINATION_BYTES, tier="combinations")
         )
         self.template = template or PromptTemplate()
-        guard = PolicyGuard.of(model, given_policy(policy), self._adapter.abilities)
+        guard = PolicyGuard.from_model(model, given_policy(policy), self._adapter.abilities)
         self._adapter.keep_heads(guard.policy.head)
         self.auxiliary = auxiliary
         self.namespace = namespace
@@ -188,11 +188,11 @@ class Engine(NamedArguments):
         loader = loader_of(model, self.store, self.combinations, renderer)
         beyond = model.why_no_longer(window, longest)
         none_below = self._options["none_below"]
-        planner = Planner(renderer, None, window, longest, beyond, none_below)
+        request_builder = RequestBuilder(renderer, None, window, longest, beyond, none_below)
         gate = self._options["gate"]
         if loader is not None and gate is not None:
             stores = (self.store, self.combinations)
-            bound = BoundGate.of(gate, loader.prefiller, renderer, stores, self.auxiliary)
+            bound = BoundGate.from_gate(gate, loader.prefiller, renderer, stores, self.auxiliary)
             guard = replace(guard, gate=bound)
         with self._lock, model.computing():  # it may try out the model
             runner = Runner(
@@ -206,7 +206,7 @@ class Engine(NamedArguments):
                 self._options["rotation"],
                 PromptMemory(model, self._options["prompt_memory"]),
             )
-        return Bound.of(runner, planner, self.tokenizer, guard)
+        return Bound.from_parts(runner, request_builder, self.tokenizer, guard)
 
     @classmethod
     def from_pretrained(
@@ -426,7 +426,7 @@ class Engine(NamedArguments):
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         bound = self._follow()
         _ = bound.capturing
-        return [chunk.key for chunk in bound.planner.chunks(texts)]
+        return [chunk.key for chunk in bound.request_builder.chunks(texts)]
 
     def nbytes(self, key: ChunkKey) -> int:
         """Bytes of the keys and values of a chunk, as the model computes them."""
@@ -440,9 +440,9 @@ class Engine(NamedArguments):
         """
         mine = self._bound.capturing
         key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
-        mismatch = self._bound.planner.mismatch(key)
+        mismatch = self._bound.request_builder.mismatch(key)
         if mismatch:
-            mismatch = self._follow().planner.mismatch(key)
+            mismatch = self._follow().request_builder.mismatch(key)
         if mismatch:
             raise FingerprintMismatchError(mismatch)
         return key
@@ -475,10 +475,10 @@ class Engine(NamedArguments):
         _ = bound.capturing
         policy = given_policy(policy) or bound.guard.policy
         chunks = listed_chunks(chunks)
-        needed = bound.planner.needs(policy, retrieved_chunks(question, chunks, scores))
+        needed = bound.request_builder.needs(policy, retrieved_chunks(question, chunks, scores))
         if not bound.guard.reuses(policy, len(needed)):
             return []
-        planned = bound.planner.chunks(chunks, only=needed)
+        planned = bound.request_builder.chunks(chunks, only=needed)
         if policy.joint and bound.joint is not None:
             planned = [*bound.joint.joined(planned)]
         return [chunk.key for chunk in planned]
@@ -530,7 +530,7 @@ class Engine(NamedArguments):
         prefiller, guard = bound.capturing, bound.guard
         if guard.why_useless(guard.policy):
             guard.warn_refused()
-        chunks = bound.planner.chunks(texts)
+        chunks = bound.request_builder.chunks(texts)
         if chunks:
             with self._lock:
                 self._adapter.ensure_prefills()
@@ -582,7 +582,7 @@ class Engine(NamedArguments):
         started = time.perf_counter()
         bound = self._follow()
         joint = bound.combining
-        joined = joint.combined([bound.planner.chunks(chunks) for chunks in combinations])
+        joined = joint.combined([bound.request_builder.chunks(chunks) for chunks in combinations])
         with self._lock:
             self._adapter.ensure_prefills()
         with telemetry.added(self._adapter, joined, started) as computed:
@@ -666,7 +666,7 @@ class Engine(NamedArguments):
         Raises:
             InvalidInputError: If the template cannot write these messages.
         """
-        arguments = ChatArguments.of(tools, chat_template_kwargs)
+        arguments = ChatArguments.from_options(tools, chat_template_kwargs)
         return self._reader.render_chat(messages, arguments)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
@@ -931,7 +931,7 @@ class Engine(NamedArguments):
                 try:
                     requests = [one.request for one in bound.read(planned, cancelled)]
                 except StoppedError:
-                    answers += map(unsaid, requests)
+                    answers += map(cancelled_answer, requests)
                     return answers
                 if len(requests) == 1:
                     answers.append(runner.run(requests[0], emit, cancelled))

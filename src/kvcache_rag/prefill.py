@@ -116,7 +116,7 @@ class Prefiller:
         )
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: LanguageModel,
         store: ChunkStore,

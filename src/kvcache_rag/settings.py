@@ -35,7 +35,7 @@ from kvcache_rag.errors import (
     refuse_unknown,
 )
 from kvcache_rag.models.backends import TRANSFORMERS, check_backend
-from kvcache_rag.prompt.named import NAMED
+from kvcache_rag.prompt.known_templates import TEMPLATES
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 if TYPE_CHECKING:
@@ -82,20 +82,20 @@ def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
     """The template of a `prompt_template.json`, by its path or its folder; or a named one.
 
     Args:
-        place: As a text that is a name of `NAMED`, that template; a `Path` is none.
+        place: As a text that is a name of `TEMPLATES`, that template; a `Path` is none.
 
     Raises:
         InvalidInputError: If there is none, or it cannot be used.
     """
-    if isinstance(place, str) and place in NAMED:
-        return NAMED[place]
+    if isinstance(place, str) and place in TEMPLATES:
+        return TEMPLATES[place]
     path = Path(expanded(place))
     folder = path.parent if path.name == FILE_NAME else path
     template = PromptTemplate.load(folder)
     if template is None:
         raise InvalidInputError(
             f"there is no {FILE_NAME} in {folder}; check template, a folder or one of the names "
-            f"{', '.join(NAMED)}"
+            f"{', '.join(TEMPLATES)}"
         )
     return template
 
@@ -272,7 +272,9 @@ class Settings(BaseModel):
         return self
 
     @classmethod
-    def of(cls, source: object, file: str | os.PathLike[str] | None = None, **values: Any) -> Self:
+    def from_source(
+        cls, source: object, file: str | os.PathLike[str] | None = None, **values: Any
+    ) -> Self:
         """What `source`, such as parsed arguments, holds under the names of these fields.
 
         Args:
@@ -376,7 +378,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
                 is none.
         """
         from kvcache_rag.models.adapters import NO_ADAPTER, adapter_folder
-        from kvcache_rag.models.names import check_there
+        from kvcache_rag.models.model_names import check_there
         from kvcache_rag.verdict import Verdict
 
         options = {**self.model_kwargs, **({"revision": self.revision} if self.revision else {})}
@@ -454,7 +456,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
         )
 
     def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
-        from kvcache_rag.models.names import chosen_adapter
+        from kvcache_rag.models.model_names import chosen_adapter
         from kvcache_rag.models.pretrained import fitted, load
 
         tokenizer = self._load_tokenizer(tokenizer, is_loaded=model is not None)

@@ -60,7 +60,7 @@ class Figures:
     threads: int
 
     @classmethod
-    def of(cls, pid: int) -> Figures:
+    def from_process(cls, pid: int) -> Figures:
         process = psutil.Process(pid)
         status = Path(f"/proc/{pid}/status").read_text("ascii")
         match = re.search(r"RssAnon:\s+(\d+) kB", status)
@@ -146,7 +146,7 @@ async def test_a_server_stays_as_it_is_over_very_many_requests(
             numbers = iter(range(requests))
             await asyncio.gather(*(one.ask(numbers) for one in clients))
             await asyncio.sleep(1.0)  # what was left is ended
-            figures.append(Figures.of(pid))
+            figures.append(Figures.from_process(pid))
             LOG.info("%d requests: %s", requests, figures[-1])
     seen = sum((one.seen for one in clients), Counter())
     LOG.info("%s", dict(seen))

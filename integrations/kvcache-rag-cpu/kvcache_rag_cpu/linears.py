@@ -73,7 +73,7 @@ class PackedLinear(nn.Module):
         self.dtype = linear.weight.dtype
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Self:
+    def from_linear(cls, linear: nn.Linear) -> Self:
         """`linear`, in this form."""
         # Not in an inference mode: torch counts writes to no tensor that is made there.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -163,7 +163,7 @@ class PrepackedLinear(PackedLinear, OpaqueWeight):
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).of, (self.plain(),)  # nor can it be pickled
+        return type(self).from_linear, (self.plain(),)  # nor can it be pickled
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -317,7 +317,7 @@ def _pack(model: Any, weight_format: str) -> Any:
     made: dict[nn.Module, PackedLinear] = {}  # a layer may be at two places
     for module, name, linear, form in forms:
         if linear not in made:
-            made[linear] = form.of(linear)
+            made[linear] = form.from_linear(linear)
             linear.weight = None  # type: ignore[assignment]  # gives memory back before the next
         setattr(module, name, made[linear])
     _fuse_norms(model)

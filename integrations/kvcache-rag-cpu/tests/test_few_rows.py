@@ -45,7 +45,7 @@ def _by_onednn(form: PrepackedLinear, inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (256, 192), (1536, 576)])
 def test_it_is_as_exact_as_onednn(inputs: int, outputs: int, rows: int, bias: bool) -> None:
     linear = _layer(inputs, outputs, bias=bias)
-    form = PrepackedLinear.of(linear)
+    form = PrepackedLinear.from_linear(linear)
     assert form._address
     given = torch.randn(1, rows, inputs).to(BF16)
     exact = nn.functional.linear(given.double(), linear.weight.double())
@@ -59,7 +59,7 @@ def test_it_is_as_exact_as_onednn(inputs: int, outputs: int, rows: int, bias: bo
 
 @needs_kernel
 def test_what_it_cannot_take_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    form, given = PrepackedLinear.of(_layer(256, 192)), torch.randn(4, 256).to(BF16)
+    form, given = PrepackedLinear.from_linear(_layer(256, 192)), torch.randn(4, 256).to(BF16)
     expected, strided = form(given), given.t().contiguous().t()
     assert torch.equal(form(strided), expected)
     # No rows more than it is made for, and none that something is to be learned through.
@@ -68,11 +68,11 @@ def test_what_it_cannot_take_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) 
     for other in (strided, given.float(), given.to("meta"), given.clone().requires_grad_(), many):
         assert not few_rows.takes(other, 256)
     for inputs, outputs in ((96, 64), (64, 80)):
-        odd = PrepackedLinear.of(_layer(inputs, outputs))
+        odd = PrepackedLinear.from_linear(_layer(inputs, outputs))
         assert not odd._address
         assert odd(torch.zeros(1, inputs, dtype=BF16)).shape == (1, outputs)
     monkeypatch.setattr(few_rows, "library", lambda: None)
-    without = PrepackedLinear.of(_layer(256, 192))
+    without = PrepackedLinear.from_linear(_layer(256, 192))
     assert not without._address
     assert torch.allclose(without(given), expected, atol=0.02)
 

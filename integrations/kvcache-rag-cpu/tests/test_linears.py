@@ -94,7 +94,7 @@ def packed_layers(model: Any) -> list[PackedLinear]:
 def test_a_rounded_layer_multiplies_what_it_says(
     name: str, dtype: torch.dtype, rows: int, bias: bool
 ) -> None:
-    form = FORMS[name].of(layer(dtype, bias=bias))
+    form = FORMS[name].from_linear(layer(dtype, bias=bias))
     inputs = torch.randn(2, rows, 256).to(dtype)
     exact = nn.functional.linear(inputs.double(), form.weight.double())
     size = nn.functional.linear(inputs.double().abs(), form.weight.double().abs())
@@ -123,7 +123,7 @@ def test_rounding_is_at_most_half_a_step_of_the_group(
     # Scales and the middle are rounded too, in float16 to multiples of 2**-24 at best.
     least = steps * 2.0**-25 if dtype == FP16 else 0.0
     allowed = 0.5 * span / steps + 2 * ROUNDING[dtype] * largest + least
-    found = FORMS[name].of(linear).weight.double().view_as(groups)
+    found = FORMS[name].from_linear(linear).weight.double().view_as(groups)
     assert bool(((found - groups).abs() <= allowed).all())
     assert bool((found[3] == 0).all())
 
@@ -138,7 +138,7 @@ def test_weights_of_q4_1_survive_four_bits() -> None:
     numbers = scale * steps + least  # (64, 8, 32)
     linear = nn.Linear(256, 64, bias=False).to(BF16).requires_grad_(False)
     linear.weight.copy_(numbers.flatten(1))
-    found = Int4Linear.of(linear).weight.float().view(64, 8, 32)
+    found = Int4Linear.from_linear(linear).weight.float().view(64, 8, 32)
     largest = numbers.abs().amax(-1, keepdim=True)
     # What came in is rounded, then scale and middle, then what comes out.
     assert bool(((found - numbers).abs() <= 3 * ROUNDING[BF16] * largest).all())
@@ -148,7 +148,7 @@ def test_weights_of_q4_1_survive_four_bits() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_layer_is_copied_pickled_and_made_plain(name: str) -> None:
-    form = FORMS[name].of(layer(BF16))
+    form = FORMS[name].from_linear(layer(BF16))
     inputs = torch.randn(3, 256).to(BF16)
     for other in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
         assert type(other) is type(form)
@@ -289,7 +289,7 @@ def test_a_packed_layer_that_is_exchanged_is_noticed(name: Any) -> None:
     for seed in (1, 2):
         linear = nn.Linear(128, 128, bias=False).to(BF16).requires_grad_(False)
         linear.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(seed)))
-        block.q_proj = FORMS[name].of(linear)
+        block.q_proj = FORMS[name].from_linear(linear)
         assert not weights.are_unchanged()
         seen.append(weights.follow())
     assert seen[0] != seen[1] != seen[2] != seen[0]

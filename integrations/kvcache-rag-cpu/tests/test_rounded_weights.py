@@ -44,7 +44,7 @@ def _layer(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
 def _by_torch(kind: Any, linear: nn.Linear) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounded_weights, "library", lambda: None)
-        return kind.of(linear)
+        return kind.from_linear(linear)
 
 
 def _is_ours(form: Any) -> bool:
@@ -61,7 +61,7 @@ def test_it_is_as_exact_as_torch(
 ) -> None:
     monkeypatch.setattr(linears, "_WIDEN", 1000)  # torch's kernels for weights of eight bits, too
     linear = _layer(inputs, outputs, bias=bias)
-    form, other = kind.of(linear), _by_torch(kind, linear)
+    form, other = kind.from_linear(linear), _by_torch(kind, linear)
     assert _is_ours(form)
     assert not _is_ours(other)
     given = torch.randn(1, rows, inputs).to(BF16)
@@ -76,7 +76,7 @@ def test_it_is_as_exact_as_torch(
 @both
 def test_no_weight_differs_and_none_is_kept_twice(kind: Any) -> None:
     linear = _layer(576, 192)
-    form, other = kind.of(linear), _by_torch(kind, linear)
+    form, other = kind.from_linear(linear), _by_torch(kind, linear)
     assert torch.equal(form.weight, other.weight)
     assert torch.equal(form.plain().weight, other.plain().weight)
     held = [sum(one.nbytes for one in each.buffers()) for each in (form, other)]
@@ -90,7 +90,7 @@ def test_no_weight_differs_and_none_is_kept_twice(kind: Any) -> None:
 @needs_kernel
 @every
 def test_a_row_does_not_depend_on_the_others(kind: Any) -> None:
-    form = kind.of(_layer(256, 192))
+    form = kind.from_linear(_layer(256, 192))
     given = torch.randn(few_rows.MOST, 256).to(BF16)
     together = form(given)
     for row in range(len(given)):
@@ -103,7 +103,7 @@ def test_a_row_does_not_depend_on_the_others(kind: Any) -> None:
 @every
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_threads_share_the_outputs(kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, given = kind.of(_layer(256, 448)), torch.randn(rows, 256).to(BF16)
+    form, given = kind.from_linear(_layer(256, 448)), torch.randn(rows, 256).to(BF16)
     alone = form(given)
     for threads in (2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -115,7 +115,7 @@ def test_threads_share_the_outputs(kind: Any, rows: int, monkeypatch: pytest.Mon
 def test_many_rows_widen_a_part_of_the_weights_at_a_time(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, given = kind.of(_layer(256, 448)), torch.randn(100, 256).to(BF16)
+    form, given = kind.from_linear(_layer(256, 448)), torch.randn(100, 256).to(BF16)
     whole = form(given)
     widths: list[int] = []
 
@@ -139,11 +139,11 @@ def test_many_rows_widen_a_part_of_the_weights_at_a_time(
 @both
 def test_what_it_cannot_take_is_left_to_torch(kind: Any) -> None:
     for inputs, outputs in ((96, 64), (64, 80)):
-        odd = kind.of(_layer(inputs, outputs))
+        odd = kind.from_linear(_layer(inputs, outputs))
         assert not _is_ours(odd)
         assert odd(torch.zeros(1, inputs, dtype=BF16)).shape == (1, outputs)
     for dtype in (torch.float32, torch.float16):
-        assert not _is_ours(kind.of(_layer(64, 64).to(dtype)))
+        assert not _is_ours(kind.from_linear(_layer(64, 64).to(dtype)))
 
 
 @needs_kernel
@@ -153,7 +153,7 @@ def test_what_it_cannot_take_is_left_to_torch(kind: Any) -> None:
 def test_a_copy_outlives_what_it_was_made_of(
     kind: Any, copied: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, given = kind.of(_layer(256, 192)), torch.randn(rows, 256).to(BF16)
+    form, given = kind.from_linear(_layer(256, 192)), torch.randn(rows, 256).to(BF16)
     expected, other = form(given), copied(form)
     del form
     assert torch.equal(other(given), expected)

@@ -115,7 +115,7 @@ def rendered(markup: str, *, by_mammoth: bool = False) -> FileText:
     markup = _NEXT_LINK.sub(f"</a>{GAP}", _NO_TAG.sub("&lt;", markup))
     renamed = _FORMATTING.sub(lambda found: f"<{found[1]}{'del' if found[2] else 'span'}", markup)
     pieces = _Pieces(by_mammoth=by_mammoth)
-    text = "".join(pieces.of(JustHTML(renamed, sanitize=False).root))
+    text = "".join(pieces.walk(JustHTML(renamed, sanitize=False).root))
     text = re.sub(rf"(?<=[\w)]){GAP}+(?=[\w(])", " ", text).replace(GAP, "")
     text = re.sub(r" *\n[ \n]*", "\n", re.sub(r" {2,}", " ", text))
     text = re.sub(rf" +(?={_SPACE})|(?<={_SPACE}) +", "", text)
@@ -136,7 +136,7 @@ class _Pieces:
         self.pictures = self.choices = 0
         self._by_mammoth = by_mammoth
 
-    def of(self, root: Any) -> Iterator[str]:
+    def walk(self, root: Any) -> Iterator[str]:
         """Without recursion: tags may be nested as deep as a file is long."""
         laying = _laying_out(root)
         stack: list[tuple[Any, bool, bool]] = [(root, self._by_mammoth, False)]

@@ -87,7 +87,7 @@ def adapter_file(
             if target is None:
                 raise InvalidInputError(f"{folder} changes {module}, which {architecture} has not")
             tensor = f"{target}.weight"
-            wide = up.float() * scales.of(module, down.shape[0])  # (outputs, rank)
+            wide = up.float() * scales.factor(module, down.shape[0])  # (outputs, rank)
             if not halves and tensor.endswith(_REORDERED):
                 wide = _as_neighbours(wide, heads[tensor.endswith(_REORDERED[1])])
             writer.add_tensor(f"{tensor}.lora_a", down.float().numpy())
@@ -113,7 +113,7 @@ class _Scales:
         self._alphas: Mapping[str, Any] = config.get("alpha_pattern") or {}
         self._is_root = bool(config.get("use_rslora"))
 
-    def of(self, module: str, rank: int) -> float:
+    def factor(self, module: str, rank: int) -> float:
         own = next((self._alphas[key] for key in self._alphas if module.endswith(key)), None)
         alpha = self._alpha if own is None else float(own)
         return float(alpha / (rank**0.5 if self._is_root else rank))

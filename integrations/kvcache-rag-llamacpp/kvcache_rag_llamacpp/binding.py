@@ -220,7 +220,7 @@ class LlamaCpp:
 
     # ---------------------------------------------------------------- what the file says
 
-    def said(self, key: str) -> str | None:
+    def metadata(self, key: str) -> str | None:
         """A value of the file's metadata as text; None without one."""
         room = ctypes.create_string_buffer(1 << 10)
         length = self.lib.llama_model_meta_val_str(self.model, key.encode(), room, len(room))
@@ -228,7 +228,7 @@ class LlamaCpp:
 
     def number(self, key: str) -> float | None:
         """A number of the metadata of this architecture; None without one."""
-        text = self.said(f"{self.architecture}.{key}")
+        text = self.metadata(f"{self.architecture}.{key}")
         try:
             return None if text is None else float(text)
         except ValueError:
@@ -237,7 +237,7 @@ class LlamaCpp:
     @cached_property
     def architecture(self) -> str:
         """Its family, as llama.cpp calls it."""
-        return self.said("general.architecture") or "unknown"
+        return self.metadata("general.architecture") or "unknown"
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import CACHE_NAME
-from kvcache_rag_llamacpp.cells import CellsCache
+from kvcache_rag_llamacpp.sequence_cache import SequenceCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,7 +99,7 @@ class LlamaCppForCausalLM:
     def __call__(
         self,
         input_ids: Tensor,
-        cache: CellsCache | None = None,
+        cache: SequenceCache | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutputWithPast:
         """One pass behind what a cache holds, of which the newest is the only one that is.
@@ -113,7 +113,7 @@ class LlamaCppForCausalLM:
             Logits `(rows, logits_to_keep or n, vocabulary)` float32, 0 where a row holds a column
             already.
         """
-        if not isinstance(cache, CellsCache):
+        if not isinstance(cache, SequenceCache):
             raise InvalidInputError(
                 "a model of llama.cpp computes in the engine's own cells; ask the engine "
                 "(Engine.generate, .complete or .logits)"
@@ -136,7 +136,7 @@ class LlamaCppForCausalLM:
             wanted += [column >= n - keep for column in range(skipped, n)]
             places += [(row, column) for column in range(max(0, skipped - (n - keep)), keep)]
         found = torch.from_numpy(self.llama.decode(tokens, positions, sequences, wanted))
-        cache.took(n)
+        cache.advance(n)
         if len(places) == rows * keep:
             logits = found.view(rows, keep, -1)
         else:

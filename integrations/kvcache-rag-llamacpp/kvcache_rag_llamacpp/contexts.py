@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.generation.context import Context, ContextRow, Filler
+from kvcache_rag.generation.context import Context, ContextBuilder, ContextRow
 from kvcache_rag.generation.prompt_memory import alike
 from kvcache_rag.generation.request import OtherLengthsError
 from kvcache_rag.kv.buffer import KVBuffer
@@ -22,8 +22,8 @@ from kvcache_rag.models.generate import beams, uses_beams
 from kvcache_rag.policies.signals import RowSignals
 from kvcache_rag.recompute import chosen_tokens
 from kvcache_rag.stitching.loader import LoadedContext
-from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow, moves_of
-from kvcache_rag_llamacpp.cells import FIRST, CellsCache
+from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow, key_rotations
+from kvcache_rag_llamacpp.sequence_cache import FIRST, SequenceCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ _WHY = "llama.cpp has contexts in cells of its own"
 
 
 @dataclass(frozen=True, eq=False)
-class CellsContext(Context):
+class SequenceContext(Context):
     """What stands before the queries of one batch of prompts, in the model's cells.
 
     Attributes:
@@ -53,8 +53,8 @@ class CellsContext(Context):
         beginning: What that depends on; None if the next one may not.
     """
 
-    cells: CellsCache | None = None
-    kept: KeptCells | None = None
+    cells: SequenceCache | None = None
+    kept: KeptSequence | None = None
     beginning: Beginning | None = None
 
     def leave(self, answers: Sequence[Sequence[int]], cache: Any, *, is_cut: bool) -> None:
@@ -71,11 +71,11 @@ class CellsContext(Context):
         held = [width - count for count in missing]
         if self.rows[0].continued > held[0]:  # a prompt alone, of which more is computed anew
             self.cells.llama.remove(self.cells.sequences[0], held[0], -1)
-        self.cells.is_at(width - max(missing), held, [width - size for size in sizes])
+        self.cells.set_lengths(width - max(missing), held, [width - size for size in sizes])
         return self.cells
 
 
-class KeptCells:
+class KeptSequence:
     """The last prompt in a model's cells, as long as nothing else was computed there."""
 
     def __init__(self, llama: LlamaCpp) -> None:
@@ -99,13 +99,13 @@ class KeptCells:
         is_there = self._begun == self._llama.begun and self._beginning == beginning
         return self._ids if is_there else ()
 
-    def going_on(self, known: int, capacity: int) -> CellsCache | None:
+    def continue_from(self, known: int, capacity: int) -> SequenceCache | None:
         """The cells with the first `known` tokens; None if they have no room for so many."""
         if self._llama.cells < capacity:
             return None
         self._beginning = None  # until that prompt has ended
         self._llama.remove(FIRST, known, -1)
-        return CellsCache(self._llama, [FIRST])
+        return SequenceCache(self._llama, [FIRST])
 
 
 @dataclass(eq=False)
@@ -125,14 +125,14 @@ class _Plan:
     seconds: float = 0.0
 
 
-class CellsFiller(Filler):
+class SequenceContextBuilder(ContextBuilder):
     """Brings the contexts of prompts for one engine."""
 
     model: LlamaCppModel
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._kept = None if self.memory.limit == 0 else KeptCells(self.model.llama)
+        self._kept = None if self.memory.limit == 0 else KeptSequence(self.model.llama)
 
     def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
         plain, row, kept = super().computed(rows, request), rows[0], self._kept
@@ -141,13 +141,13 @@ class CellsFiller(Filler):
         room, beginning = request.max_new_tokens, self._computed_beginning
         ids = row.ids.tolist()
         known = alike(kept.left(beginning), ids)
-        cells = kept.going_on(known, len(ids) + room) if known else None
+        cells = kept.continue_from(known, len(ids) + room) if known else None
         if cells is None:
             known, cells = 0, self.model.begin([len(ids)], room=room)
         rows = [replace(row, continued=known)]
-        return CellsContext(self.model, rows, cells=cells, kept=kept, beginning=beginning)
+        return SequenceContext(self.model, rows, cells=cells, kept=kept, beginning=beginning)
 
-    def _continued(self, prompt: Prompt, beginning: Beginning) -> CellsContext | None:
+    def _continued(self, prompt: Prompt, beginning: Beginning) -> SequenceContext | None:
         """A prompt that goes on from the last one; None if it begins otherwise."""
         kept = self._kept
         ids = kept.left(beginning) if kept is not None else ()
@@ -155,15 +155,15 @@ class CellsFiller(Filler):
             return None
         whole = (*ids[: self._context_tokens(prompt)], *prompt.query)
         known = alike(ids, whole)
-        row = self._row_going_on(prompt, ids, known)
+        row = self._continued_row(prompt, ids, known)
         if row is None:
             return None
-        cells = kept.going_on(known, len(whole) + prompt.request.max_new_tokens)
+        cells = kept.continue_from(known, len(whole) + prompt.request.max_new_tokens)
         if cells is None:
             return None
-        return CellsContext(self.model, [row], "copied", _WHY, cells, kept, beginning)
+        return SequenceContext(self.model, [row], "copied", _WHY, cells, kept, beginning)
 
-    def _fill(self, prompts: Sequence[Prompt]) -> Context:
+    def _build(self, prompts: Sequence[Prompt]) -> Context:
         # The cells keep what is in their first sequence.
         beginning = self._beginning(prompts[0]) if len(prompts) == 1 else None
         context = None if beginning is None else self._continued(prompts[0], beginning)
@@ -174,7 +174,7 @@ class CellsFiller(Filler):
             beginning = None  # what was computed now is rounded when it is brought
         return replace(filled, kept=self._kept, beginning=beginning)
 
-    def _newly_filled(self, prompts: Sequence[Prompt]) -> CellsContext:
+    def _newly_filled(self, prompts: Sequence[Prompt]) -> SequenceContext:
         plans = [self._planned(prompt) for prompt in prompts]
         computed: Shared = {}
         for plan in plans:
@@ -192,10 +192,10 @@ class CellsFiller(Filler):
     # ------------------------------------------------------------------ what is chosen
 
     def _planned(self, prompt: Prompt) -> _Plan:
-        policy, loader = prompt.policy, self.loader.of(prompt.chunks)
+        policy, loader = prompt.policy, self.loader.for_chunks(prompt.chunks)
         prefix = loader.prefiller.prefix_ids
         sizes = [chunk.key.tokens for chunk in prompt.chunks]
-        shape = StitchedPrompt.of(len(prefix), sizes, len(prompt.query))
+        shape = StitchedPrompt.from_sizes(len(prefix), sizes, len(prompt.query))
         row = ContextRow(torch.empty(0), shape, LoadedContext(()), policy)
         if policy.is_reuse or not shape.context_tokens:
             return _Plan(prompt, row)
@@ -206,7 +206,7 @@ class CellsFiller(Filler):
         row = replace(
             row,
             ids=torch.tensor(ids),  # (tokens,) int64
-            shape=StitchedPrompt.of(len(prefix), list(map(len, known)), len(prompt.query)),
+            shape=StitchedPrompt.from_sizes(len(prefix), list(map(len, known)), len(prompt.query)),
         )
         started = time.perf_counter()
         nowhere = KVBuffer.allocate(self.model.measured.chunk_layout, 1, 0, self.model.device)
@@ -225,7 +225,7 @@ class CellsFiller(Filler):
 
     def _compute(self, plan: _Plan, computed: Shared) -> None:
         """Compute and store what is in no tier of the store."""
-        loader, started = self.loader.of(plan.prompt.chunks), time.perf_counter()
+        loader, started = self.loader.for_chunks(plan.prompt.chunks), time.perf_counter()
         loader.prefiller.prefix()
         store = loader.prefiller.store
         absent = [
@@ -255,7 +255,7 @@ class CellsFiller(Filler):
 
     # ------------------------------------------------------------------ what is brought
 
-    def _brought(self, plans: Sequence[_Plan], computed: Shared) -> CellsContext | None:
+    def _brought(self, plans: Sequence[_Plan], computed: Shared) -> SequenceContext | None:
         """All contexts in cells; None if a chunk could not be read after all, and was computed."""
         request = plans[0].prompt.request
         cells = self.model.begin(
@@ -277,13 +277,13 @@ class CellsFiller(Filler):
             rows.append(row)
             if row.can_be_copied:
                 alike[plan.prompt.chunks] = sequence, row
-        return CellsContext(self.model, rows, "copied", _WHY, cells)
+        return SequenceContext(self.model, rows, "copied", _WHY, cells)
 
     def _row(
-        self, plan: _Plan, cells: CellsCache, sequence: int, computed: Shared
+        self, plan: _Plan, cells: SequenceCache, sequence: int, computed: Shared
     ) -> ContextRow | None:
         """One context in its sequence."""
-        loader, started = self.loader.of(plan.prompt.chunks), time.perf_counter()
+        loader, started = self.loader.for_chunks(plan.prompt.chunks), time.perf_counter()
         row, hits, ids = plan.row, Counter[str](), [*loader.prefiller.prefix_ids]
         prefix = loader.prefiller.prefix()
         if prefix is not None:
@@ -333,9 +333,9 @@ class CellsFiller(Filler):
     ) -> float:
         """Append a chunk to a sequence; seconds, if some of it is computed again."""
         begun, layout = time.perf_counter(), self.model.measured
-        (move,) = moves_of(layout, [segment], loader.prefiller.position, self.model.device)
+        (move,) = key_rotations(layout, [segment], loader.prefiller.position, self.model.device)
         is_again = again is not None and bool(again.any())
-        self.model.bring(sequence, segment, move, again if is_again else None)
+        self.model.append_chunk(sequence, segment, move, again if is_again else None)
         return time.perf_counter() - begun if is_again else 0.0
 
     def _copied(self, source: tuple[int, ContextRow], prompt: Prompt, sequence: int) -> ContextRow:

@@ -21,16 +21,16 @@ from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.language import Abilities, LanguageModel, lock_of
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
-from kvcache_rag.models.rotation import LayerKind, Move
+from kvcache_rag.models.rotation import KeyRotation, LayerKind
 from kvcache_rag_llamacpp.binding import (
     CACHE_TYPES,
     CELL_STEP,
     LlamaCppError,
     installed_version,
 )
-from kvcache_rag_llamacpp.cells import FIRST, PREFIX, WORK, CellsCache
 from kvcache_rag_llamacpp.rope import frequency_sets
-from kvcache_rag_llamacpp.state import form_of
+from kvcache_rag_llamacpp.sequence_cache import FIRST, PREFIX, WORK, SequenceCache
+from kvcache_rag_llamacpp.state import read_state_format
 
 if TYPE_CHECKING:
     import threading
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag_llamacpp.causal import LlamaCppForCausalLM
-    from kvcache_rag_llamacpp.contexts import CellsFiller
-    from kvcache_rag_llamacpp.state import CellState, StateForm
+    from kvcache_rag_llamacpp.contexts import SequenceContextBuilder
+    from kvcache_rag_llamacpp.state import SequenceState, StateFormat
 
-# As `drafts.ROW_COST`, on a processor: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a Qwen2.5
-# of 0.5B in Q4_K_M.
+# As `prompt_lookup.ROW_COST`, on a processor: 0.28 to 0.33 of SmolLM2 in Q4_1, 0.12 to 0.29 of a
+# Qwen2.5 of 0.5B in Q4_K_M.
 _ROW_COST: Final = 0.3
 # Tokens of the self-test: first id and number of a prefix, two chunks and a question.
 _TEST = ((5, 3), (40, 7), (70, 9), (100, 4))
@@ -69,7 +69,7 @@ class LlamaCppModel(LanguageModel):
         self.llama = model.llama
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, self.llama.options.cache_type)
-        self._form: StateForm | None = None
+        self._form: StateFormat | None = None
         self._where: list[list[_LayerRun]] = []  # the layers of each group lie in states
         # Another engine of the model may be answering.
         with lock_of(model), torch.inference_mode():
@@ -137,7 +137,7 @@ class LlamaCppModel(LanguageModel):
 
         llama.ensure(llama.options.least or 1)
         first = self._computed(list(range(5, 8)), 0)
-        form = self._form = form_of(
+        form = self._form = read_state_format(
             first, self._heads, self.dtype, CACHE_TYPES[llama.options.cache_type]
         )
         windows = [llama.window or None] if len(form.groups) == 1 else [None, llama.window]
@@ -181,7 +181,7 @@ class LlamaCppModel(LanguageModel):
         llama.remove(WORK)
         return state
 
-    def _alone(self, ids: Sequence[int], start: int) -> CellState:
+    def _alone(self, ids: Sequence[int], start: int) -> SequenceState:
         return self._known_form.read(self._computed(ids, start))
 
     def _run(self, ids: Sequence[int], start: int, sequence: int) -> None:
@@ -190,7 +190,7 @@ class LlamaCppModel(LanguageModel):
         self.llama.decode(ids, range(start, start + n), [sequence] * n, [False] * n)
 
     @property
-    def _known_form(self) -> StateForm:
+    def _known_form(self) -> StateFormat:
         if self._form is None:
             raise UnsupportedModelError(self.refusal)
         return self._form
@@ -225,11 +225,11 @@ class LlamaCppModel(LanguageModel):
             for member in members:
                 segment = Segment(member, place, place)
                 if is_brought or member is not members[-1]:
-                    self.bring(FIRST, segment, _move(layout, segment))
+                    self.append_chunk(FIRST, segment, _move(layout, segment))
                 else:
                     self._compute_there(FIRST, prefix, chunk, place)
                 place = segment.stop
-            cache.is_at(stop, [stop], [0])
+            cache.set_lengths(stop, [stop], [0])
             ids = torch.tensor([[*asked]])
             found.append(self.forward(ids, cache, torch.arange(stop, stop + len(asked))))
         self.llama.empty()
@@ -269,7 +269,7 @@ class LlamaCppModel(LanguageModel):
         for chunk in chunks:
             self._compute_there(FIRST, prefix, chunk, place)
             place += len(chunk)
-        cache.is_at(place, [place], [0])
+        cache.set_lengths(place, [place], [0])
         positions = torch.arange(place, place + len(query))
         return self.forward(torch.tensor([[*query]]), cache, positions)[0]
 
@@ -334,7 +334,7 @@ class LlamaCppModel(LanguageModel):
                     slot[run.layers, :, first:stop] = numbers if is_sorted else numbers[:, :, order]
 
     def _written(
-        self, segment: Segment, move: Move | None, start: int = 0, stop: int | None = None
+        self, segment: Segment, move: KeyRotation | None, start: int = 0, stop: int | None = None
     ) -> bytearray:
         """Tokens `start..stop` of a chunk as a state whose keys stand where these stand."""
         chunk: Any = segment.chunk
@@ -346,14 +346,16 @@ class LlamaCppModel(LanguageModel):
             move = move and move.narrow(start, stop)
         for group, runs in enumerate(self._where):
             keys, values = chunk.keys(group), chunk.values(group)
-            own = Move(((None, None),)) if move is None else Move((move.slots[group],))
+            own = (
+                KeyRotation(((None, None),)) if move is None else KeyRotation((move.slots[group],))
+            )
             for run in runs:
-                own.bring(run.of_state(state), _Layers(keys[run.layers], values[run.layers]))
+                own.copy_rotated(run.of_state(state), _Layers(keys[run.layers], values[run.layers]))
         return state.data
 
     # ---------------------------------------------------------------- prompts
 
-    def begin(self, tokens: Sequence[int], *, room: int = 0, beams: int = 1) -> CellsCache:
+    def begin(self, tokens: Sequence[int], *, room: int = 0, beams: int = 1) -> SequenceCache:
         """An empty cache of new rows; what earlier rows held is gone.
 
         Args:
@@ -369,13 +371,13 @@ class LlamaCppModel(LanguageModel):
         llama, rows = self.llama, len(tokens)
         llama.ensure(_cells(tokens, room, beams), _sequences(rows, beams))
         llama.empty()
-        return CellsCache(llama, range(FIRST, FIRST + rows))
+        return SequenceCache(llama, range(FIRST, FIRST + rows))
 
-    def bring(
+    def append_chunk(
         self,
         sequence: int,
         segment: Segment,
-        move: Move | None,
+        move: KeyRotation | None,
         again: Tensor | None = None,
     ) -> None:
         """Append a chunk to a prompt's sequence.
@@ -398,11 +400,11 @@ class LlamaCppModel(LanguageModel):
                 llama.copy(WORK, sequence)
         llama.remove(WORK)
 
-    def new_cache(self, mask: Tensor, *, room: int, beams: int = 1) -> CellsCache:
+    def new_cache(self, mask: Tensor, *, room: int, beams: int = 1) -> SequenceCache:
         tokens = mask.sum(1)  # (rows,)
         cache = self.begin(tokens.tolist(), room=room, beams=beams)
         padding = (mask.shape[1] - tokens).tolist()
-        cache.is_at(0, padding, padding)
+        cache.set_lengths(0, padding, padding)
         return cache
 
     def forward(
@@ -416,7 +418,7 @@ class LlamaCppModel(LanguageModel):
         return logits
 
     @contextmanager
-    def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
+    def interruptible(self, cancelled: threading.Event | None) -> Iterator[None]:
         if cancelled is None:
             yield
             return
@@ -472,11 +474,11 @@ class LlamaCppModel(LanguageModel):
                 "the tokenizer of the file as it is"
             )
 
-    def contexts(self) -> type[CellsFiller]:
+    def contexts(self) -> type[SequenceContextBuilder]:
         """See `LanguageModel.contexts`."""
-        from kvcache_rag_llamacpp.contexts import CellsFiller  # it loads much
+        from kvcache_rag_llamacpp.contexts import SequenceContextBuilder  # it loads much
 
-        return CellsFiller
+        return SequenceContextBuilder
 
     @property
     def abilities(self) -> Abilities:
@@ -509,7 +511,7 @@ class _LayerRun:
     cache: int
     rows: slice
 
-    def of_state(self, state: CellState) -> _Layers:
+    def of_state(self, state: SequenceState) -> _Layers:
         """Their keys and values in a state, views."""
         return _Layers(state.keys(self.cache)[self.rows], state.values(self.cache)[self.rows])
 
@@ -528,7 +530,7 @@ class _Layers:
         return self.v
 
 
-def _layer_runs(group: GroupLayout, form: StateForm) -> list[_LayerRun]:
+def _layer_runs(group: GroupLayout, form: StateFormat) -> list[_LayerRun]:
     """Where the layers of a group lie in states: caches are not divided by rotation."""
     runs: list[_LayerRun] = []
     for place, layer in enumerate(group.layers):
@@ -578,12 +580,12 @@ def _sequences(rows: int, beams: int) -> int:
     return FIRST + rows * (2 * beams if beams > 1 else 1)
 
 
-def _move(layout: ModelLayout, segment: Segment) -> Move | None:
+def _move(layout: ModelLayout, segment: Segment) -> KeyRotation | None:
     """How keys that stand where they were computed get to their place."""
     if not segment.distance:
         return None
     old = segment.chunk.start + torch.arange(len(segment))
-    return Move.of(layout, old, old + segment.distance, torch.device("cpu"))
+    return KeyRotation.from_positions(layout, old, old + segment.distance, torch.device("cpu"))
 
 
 def _narrowed(chunk: ChunkKV, start: int, stop: int) -> ChunkKV:
@@ -603,7 +605,7 @@ def _runs(chosen: Tensor) -> Iterator[tuple[int, int, bool]]:
             start = stop
 
 
-def _rebuilt(form: StateForm, state: CellState) -> bytearray:
+def _rebuilt(form: StateFormat, state: SequenceState) -> bytearray:
     """A state written anew from what was read of another one."""
     again = form.write(state.positions(0), WORK)
     for group in range(len(state.parts)):

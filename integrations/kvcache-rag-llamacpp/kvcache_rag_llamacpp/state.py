@@ -41,7 +41,7 @@ _HEADER = 12  # bytes before the numbers of a layer, either way
 
 
 @dataclass(frozen=True)
-class StateForm:
+class StateFormat:
     """How the states of one context are written.
 
     Attributes:
@@ -56,7 +56,7 @@ class StateForm:
     kind: int
     transposed: bool
 
-    def write(self, positions: Sequence[int], sequence: int = 0) -> CellState:
+    def write(self, positions: Sequence[int], sequence: int = 0) -> SequenceState:
         """A new state of cells at these positions, whose keys and values are to be filled in."""
         cells = len(positions)
         row = b"".join(_CELL.pack(position, 1, sequence) for position in positions)
@@ -83,7 +83,7 @@ class StateForm:
                     _ROWS.pack_into(data, place, self.kind, value * self.dtype.itemsize)
                 place += _HEADER + cells * value * self.dtype.itemsize
             parts.append(_Part(tuple(positions), keys, values))
-        return CellState(self, data, tuple(parts))
+        return SequenceState(self, data, tuple(parts))
 
     def _nbytes(self, group: GroupLayout, cells: int) -> int:
         width = _width(group.key_shape) + _width(group.value_shape)
@@ -91,7 +91,7 @@ class StateForm:
         head = _CELLS.size + cells * _CELL.size + _DATA.size
         return head + len(group.layers) * (2 * _HEADER + numbers)
 
-    def read(self, data: bytearray) -> CellState:
+    def read(self, data: bytearray) -> SequenceState:
         """What llama.cpp wrote.
 
         Raises:
@@ -109,7 +109,7 @@ class StateForm:
             )
             if not fits:
                 raise UnsupportedModelError("a state of llama.cpp has another form than before")
-        return CellState(
+        return SequenceState(
             self, data, tuple(_Part(one.positions, one.keys, one.values) for one in found)
         )
 
@@ -124,7 +124,7 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
-class CellState:
+class SequenceState:
     """The bytes of a state, and its keys and values in them.
 
     Attributes:
@@ -133,7 +133,7 @@ class CellState:
         parts: Where things are.
     """
 
-    form: StateForm
+    form: StateFormat
     data: bytearray
     parts: tuple[_Part, ...]
 
@@ -172,7 +172,7 @@ class CellState:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheSection:
     """One cache of a state, as it was read.
 
     Attributes:
@@ -196,13 +196,13 @@ class Cache:
     values: int
 
 
-def _parsed(data: bytearray) -> list[Cache]:
+def _parsed(data: bytearray) -> list[CacheSection]:
     """The caches of a state.
 
     Raises:
         UnsupportedModelError: If it cannot be read as one.
     """
-    place, caches = _BEGIN.size, list[Cache]()
+    place, caches = _BEGIN.size, list[CacheSection]()
     try:
         magic, _ = _BEGIN.unpack_from(data)
         while magic == MAGIC and place < len(data):
@@ -215,7 +215,7 @@ def _parsed(data: bytearray) -> list[Cache]:
     return caches
 
 
-def _cache(data: bytearray, place: int) -> tuple[Cache, int]:
+def _cache(data: bytearray, place: int) -> tuple[CacheSection, int]:
     streams, cells = _CELLS.unpack_from(data, place)
     place += _CELLS.size
     if streams != 1 or not cells or cells * _CELL.size > len(data) - place:
@@ -247,7 +247,7 @@ def _cache(data: bytearray, place: int) -> tuple[Cache, int]:
     if place > len(data) or len(key_rows) != 1 or len(value_rows) != 1:
         raise struct.error("layers of several shapes")
     positions = tuple(position for position, _, _ in rows)
-    cache = Cache(
+    cache = CacheSection(
         positions,
         bool(transposed),
         layers,
@@ -260,9 +260,9 @@ def _cache(data: bytearray, place: int) -> tuple[Cache, int]:
     return cache, place
 
 
-def form_of(
+def read_state_format(
     data: bytearray, heads: Sequence[Sequence[int]], dtype: torch.dtype, kind: int
-) -> StateForm:
+) -> StateFormat:
     """The form of a state that llama.cpp wrote.
 
     Args:
@@ -293,7 +293,7 @@ def form_of(
             )
         )
         first += cache.layers
-    return StateForm(tuple(groups), dtype, kind, caches[0].transposed)
+    return StateFormat(tuple(groups), dtype, kind, caches[0].transposed)
 
 
 def _width(shape: tuple[int, int]) -> int:

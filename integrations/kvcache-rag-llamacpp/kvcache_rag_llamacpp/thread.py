@@ -22,13 +22,13 @@ class OwnThread:
 
     def __init__(self) -> None:
         """Begin none before it is needed."""
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[_PendingCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = 0
 
     def __call__(self, function: Callable[..., int], *arguments: Any) -> int:
         """What a function gives; it has ended when this does, also by Ctrl-C."""
-        call = _Call(function, arguments)
+        call = _PendingCall(function, arguments)
         try:
             self._ready().put(call)
             call.ended.wait()
@@ -39,7 +39,7 @@ class OwnThread:
             raise
         return call.result()
 
-    def _ready(self) -> SimpleQueue[_Call | None]:
+    def _ready(self) -> SimpleQueue[_PendingCall | None]:
         if self._process != os.getpid():  # a forked child has no threads
             self._calls, self._thread, self._process = SimpleQueue(), None, os.getpid()
             weakref.finalize(self, self._calls.put, None)
@@ -51,7 +51,7 @@ class OwnThread:
         return self._calls
 
 
-class _Call:
+class _PendingCall:
     """A function that one thread calls, unless another took that back before.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Call:
         return self._found
 
 
-def _serve(calls: SimpleQueue[_Call | None]) -> None:
+def _serve(calls: SimpleQueue[_PendingCall | None]) -> None:
     while (call := calls.get()) is not None:
         if call.take():
             call.make()

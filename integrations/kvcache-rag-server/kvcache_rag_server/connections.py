@@ -107,7 +107,7 @@ class Connection(H11Protocol):
         self._wait()
 
 
-class Scarcity:
+class AcceptErrors:
     """Handles what an event loop meets: of connections that have no room, one line a minute.
 
     While a process has no descriptor left, asyncio tries again once a second, and tells of it as

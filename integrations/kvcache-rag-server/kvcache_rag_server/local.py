@@ -16,7 +16,7 @@ from kvcache_rag.generation.stream import cancellable, in_thread
 from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.policies.default import reuse_warning
-from kvcache_rag.policies.named import name_of
+from kvcache_rag.policies.policy_registry import name_of
 from kvcache_rag.stores import DiskStore, MemoryStore
 from kvcache_rag.stores.listing import namespaces
 from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Prefilled
@@ -26,7 +26,7 @@ from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, t
 from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.scheduler import Scheduler
 from kvcache_rag_server.traces import attached
-from kvcache_rag_server.worker import Server, answered_from, grounded, plain_prompt
+from kvcache_rag_server.worker import JobRunner, answered_from, grounded, plain_prompt
 
 if TYPE_CHECKING:
     import threading
@@ -100,7 +100,7 @@ class LocalBackend:
         # Of requests that were counted; used in the event loop alone.
         self._keys: LRUCache[str, tuple[ChunkKey, ...]] = LRUCache(COUNTED)
         self._scheduler = Scheduler(
-            Server(self._engines),
+            JobRunner(self._engines),
             prefetcher=None if prefetch == PREFETCH_OFF else self._prefetcher,
             prefetch_after=prefetch_after,
             max_batch=max_batch,
@@ -159,7 +159,7 @@ class LocalBackend:
 
         Chunks that the policy leaves out have no part in it.
         """
-        engine = self._engines.of(work.namespace)
+        engine = self._engines.for_namespace(work.namespace)
         if work.is_plain or work.is_chat:
             return len(engine.tokenize_text(plain_prompt(engine, work))), ()
         question = grounded(engine, work)[0]
@@ -181,7 +181,9 @@ class LocalBackend:
         if self._scheduler.is_closed:
             raise ApiError(SHUT_DOWN)
         with attached(work.trace):
-            return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
+            return await cancellable(
+                _prefilled, self._engines.for_namespace(work.namespace), work.chunks
+            )
 
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and tokens; see `Backend.explain`.

@@ -118,7 +118,7 @@ class HostRule:
     origins: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> HostRule:
+    def from_settings(cls, settings: ServerSettings) -> HostRule:
         """The rule for a server of these settings.
 
         On loopback it is this machine's names and what was allowed.  Beyond, with keys and nothing
@@ -212,7 +212,7 @@ def install(app: FastAPI, settings: ServerSettings, authenticator: Authenticator
     """Guard `app`; to be called after all middleware that reads bodies was added."""
     app.add_middleware(
         Guard,
-        rule=HostRule.of(settings),
+        rule=HostRule.from_settings(settings),
         authenticator=authenticator,
         places=Places(settings),
     )

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
-from kvcache_rag.models.names import TINY
+from kvcache_rag.models.model_names import TINY
 from kvcache_rag.stitching.stitch import SpanKind
 from kvcache_rag_server.backend import INVALID, Failed
 from kvcache_rag_server.bodies import CheckedRoute
@@ -25,7 +25,7 @@ from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
-from kvcache_rag_server.requests import ChatRequest, Sent, Text, chat_work
+from kvcache_rag_server.requests import ChatRequest, RequestModel, Text, chat_work
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
 PAGE: Final = "index.html"
@@ -124,7 +124,7 @@ class PageConfig(BaseModel):
 Said = Annotated[Text, Field(max_length=MOST_SAID)]
 
 
-class Answers(Sent):
+class Answers(RequestModel):
     """Two answers of which the page shows where they differ.
 
     Attributes:

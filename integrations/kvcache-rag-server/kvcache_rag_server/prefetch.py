@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.generation.request import StoredChunk
+    from kvcache_rag.generation.question import StoredChunk
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.policies import ReusePolicy
 
@@ -286,12 +286,12 @@ class Prefetcher:
 
     def _prepare(self, prefetch: Prefetch) -> str:
         """Compute and load one after the other, for as long as it is wanted."""
-        engine = self._engines.of(prefetch.namespace)
+        engine = self._engines.for_namespace(prefetch.namespace)
         policy = prefetch.policy or engine.policy
         given, scores, question = prefetch.chunks, prefetch.scores, prefetch.question
         keys = engine.needed(given, policy, scores, question=question)
         found = retrieved_chunks(question, given, scores)
-        chunks = [given[at] for at in engine._bound.planner.needs(policy, found)]
+        chunks = [given[at] for at in engine._bound.request_builder.needs(policy, found)]
         if len(keys) == len(given) and chunks == [*given]:
             prefetch.keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         reads = len(chunks) > len(policy.plan(found).brought)  # one by one, and answers from fewer
@@ -342,7 +342,7 @@ class Engines:
         self._lock = new_lock()
         self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
 
-    def of(self, namespace: str) -> Engine:
+    def for_namespace(self, namespace: str) -> Engine:
         """The engine of a tenant."""
         return self.base if namespace == self.base.namespace else self._of(namespace)
 

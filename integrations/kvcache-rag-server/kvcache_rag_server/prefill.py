@@ -11,12 +11,12 @@ from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
-from kvcache_rag_server.requests import Document, Sent, Text, check_model, chunks_of, new_id
+from kvcache_rag_server.requests import Document, RequestModel, Text, check_model, chunks_of, new_id
 from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses
 from kvcache_rag_server.traces import carried
 
 
-class PrefillRequest(Sent):
+class PrefillRequest(RequestModel):
     """Body of `POST /v1/prefill`."""
 
     model_config = ConfigDict(

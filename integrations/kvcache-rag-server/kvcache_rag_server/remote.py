@@ -30,7 +30,7 @@ from kvcache_rag.generation.stream import AnswerStream
 from kvcache_rag.integration.chat import ConversationForm, ConversationForms
 from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.policies import ReusePolicy
-from kvcache_rag.policies.named import name_of
+from kvcache_rag.policies.policy_registry import name_of
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import Message, PromptTemplate
@@ -76,7 +76,7 @@ _STARTING: Final = new_lock()
 _Got = TypeVar("_Got")
 
 
-class Conversation(str):
+class ConversationText(str):
     """Turns as a text to look at; the server writes the prompt of them.
 
     Attributes:
@@ -85,7 +85,7 @@ class Conversation(str):
 
     turns: tuple[dict[str, Any], ...]
 
-    def __new__(cls, turns: Iterable[Mapping[str, Any]]) -> Conversation:
+    def __new__(cls, turns: Iterable[Mapping[str, Any]]) -> ConversationText:
         """Keep the turns with their text."""
         kept = tuple(dict(turn) for turn in turns)
         written = super().__new__(cls, "\n\n".join(f"{t['role']}: {t['content']}" for t in kept))
@@ -286,7 +286,7 @@ class RemoteEngine(Reopened):
         return self._fitted(question, chunks, options, _Asked.open)
 
     def complete(self, prompt: str, **options: Any) -> Answer:
-        """Continue a text as it is, or answer a `Conversation`."""
+        """Continue a text as it is, or answer a `ConversationText`."""
         cancelled, emit = options.pop("cancelled", None), options.pop("emit", None)
         return self._text(prompt, options).run(emit, cancelled)
 
@@ -305,13 +305,13 @@ class RemoteEngine(Reopened):
         with ThreadPoolExecutor(_AT_ONCE, "kvcache-rag-remote") as pool:
             return list(pool.map(one, questions))
 
-    def render_chat(self, messages: Iterable[Mapping[str, Any]], **chat: Any) -> Conversation:
+    def render_chat(self, messages: Iterable[Mapping[str, Any]], **chat: Any) -> ConversationText:
         """Messages for `complete`; the server writes them by the model's chat template."""
         if any(chat.values()):
             raise InvalidInputError(
                 f"{' and '.join(chat)} are not told to the server at {self.url}; leave them out"
             )
-        return Conversation(messages)
+        return ConversationText(messages)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
         """What `write` makes; nobody here knows which texts are control tokens."""
@@ -457,7 +457,7 @@ class RemoteEngine(Reopened):
 
     def _text(self, prompt: str, options: dict[str, Any]) -> _Asked:
         body = {"model": self.name, **self._told(dict(options))}
-        if isinstance(prompt, Conversation):
+        if isinstance(prompt, ConversationText):
             turns = [_turn(one) for one in prompt.turns]
             return _Asked(self, "/v1/chat/completions", {**body, "messages": turns})
         return _Asked(self, "/v1/completions", {**body, "prompt": prompt})

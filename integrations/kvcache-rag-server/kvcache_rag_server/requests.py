@@ -25,7 +25,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.integration.rows import document_text, fields_text
 from kvcache_rag.policies import ReusePolicy, policy_by_name
-from kvcache_rag.policies.named import names_with_ratio
+from kvcache_rag.policies.policy_registry import names_with_ratio
 from kvcache_rag.prompt.conversation import joined, opened, said
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.backend import BAD_REQUEST, INVALID, BackendRequest, Failed
@@ -63,7 +63,7 @@ SomeText = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 """A text that is not empty."""
 
 
-class Sent(BaseModel):
+class RequestModel(BaseModel):
     """What a client sends: no other fields, and one whose value is null is not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -76,7 +76,7 @@ class Sent(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class TextDocument(Sent):
+class TextDocument(RequestModel):
     """A text with a name.
 
     Attributes:
@@ -97,7 +97,7 @@ class TextDocument(Sent):
     score: Score = None
 
 
-class DataDocument(Sent):
+class DataDocument(RequestModel):
     """A document as Cohere's API writes it.
 
     Attributes:
@@ -210,7 +210,7 @@ def _text_or_list(given: Any) -> str:
     return "(string)" if isinstance(given, str) else "(list)"
 
 
-class TextPart(Sent):
+class TextPart(RequestModel):
     """A part of a message."""
 
     type: Literal["text"]
@@ -223,7 +223,7 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(Sent):
+class ChatMessage(RequestModel):
     """One message of a conversation, as OpenAI's clients write it (and give it back)."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -243,20 +243,20 @@ class ChatMessage(Sent):
         return self.content or ""
 
 
-class StreamOptions(Sent):
+class StreamOptions(RequestModel):
     """What a stream says beside the answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
-class ResponseFormat(Sent):
+class ResponseFormat(RequestModel):
     """Plain text."""
 
     type: Literal["text"]
 
 
-class KVCacheOptions(Sent):
+class KVCacheOptions(RequestModel):
     """What to reuse for this request."""
 
     model_config = ConfigDict(
@@ -305,7 +305,7 @@ class KVCacheOptions(Sent):
         return f"{named}:{self.ratio!r}{rest}"
 
 
-class Asking(Sent):
+class CompletionFields(RequestModel):
     """What chat and completions have in common."""
 
     kvcache: KVCacheOptions | None = None
@@ -366,7 +366,7 @@ class Asking(Sent):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(Asking):
+class ChatRequest(CompletionFields):
     """Body of `POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
@@ -408,7 +408,7 @@ class ChatRequest(Asking):
     safety_identifier: str | None = Field(None, description="Ignored.")
 
 
-class CompletionRequest(Asking):
+class CompletionRequest(CompletionFields):
     """Body of `POST /v1/completions`."""
 
     model_config = ConfigDict(
@@ -537,7 +537,9 @@ def completion_work(context: AppContext, caller: Caller, body: CompletionRequest
     )
 
 
-def _work(context: AppContext, caller: Caller, body: Asking, **asked: Any) -> BackendRequest:
+def _work(
+    context: AppContext, caller: Caller, body: CompletionFields, **asked: Any
+) -> BackendRequest:
     """The request of a caller: what chat and completions have in common, and what was `asked`.
 
     Raises:

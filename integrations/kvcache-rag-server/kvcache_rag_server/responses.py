@@ -61,7 +61,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, metrics: Metrics) -> "Usage":
+    def from_metrics(cls, metrics: Metrics) -> "Usage":
         """What an answer's metrics say."""
         return cls(
             prompt_tokens=metrics.prompt_tokens,
@@ -150,7 +150,9 @@ class KVCacheReport(BaseModel):
     not_deferred: str
 
     @classmethod
-    def of(cls, started: Started, metrics: Metrics, numbers: Sequence[int]) -> "KVCacheReport":
+    def from_metrics(
+        cls, started: Started, metrics: Metrics, numbers: Sequence[int]
+    ) -> "KVCacheReport":
         """What backend and engine say; `numbers` are those of the chunks as documents."""
         costs = {
             name: value for name, value in metrics.to_dict().items() if name in cls.model_fields
@@ -325,7 +327,7 @@ class CompletionForm(ABC):
         """The only choice of an answer that is not streamed."""
 
     @abstractmethod
-    def said(self, text: str) -> dict[str, Any]:
+    def choice_fields(self, text: str) -> dict[str, Any]:
         """What a chunk's choice says of a piece of text; "" at the end."""
 
     def opening(self) -> list[dict[str, Any]]:
@@ -340,22 +342,24 @@ class CompletionForm(ABC):
                 created=self.created,
                 model=self.model,
                 choices=[self.choice(answer)],
-                usage=Usage.of(answer.metrics),
-                kvcache=KVCacheReport.of(started, answer.metrics, self.work.places),
+                usage=Usage.from_metrics(answer.metrics),
+                kvcache=KVCacheReport.from_metrics(started, answer.metrics, self.work.places),
             )
         )
 
     def piece(self, text: str) -> dict[str, Any]:
         """A chunk of text."""
-        return self.chunk(self.said(text))
+        return self.chunk(self.choice_fields(text))
 
     def closing(self, started: Started, answer: Answer) -> list[dict[str, Any]]:
         """The chunk with the reason and the cost, and the usage if it is wanted."""
-        last = self.chunk(self.said(""), reason_of(answer))
-        last["kvcache"] = plain(KVCacheReport.of(started, answer.metrics, self.work.places))
+        last = self.chunk(self.choice_fields(""), reason_of(answer))
+        last["kvcache"] = plain(
+            KVCacheReport.from_metrics(started, answer.metrics, self.work.places)
+        )
         if not self.includes_usage:
             return [last]
-        usage = plain(Usage.of(answer.metrics))
+        usage = plain(Usage.from_metrics(answer.metrics))
         return [last, {**self.chunk({}), "choices": [], "usage": usage}]
 
     def chunk(self, said: dict[str, Any], reason: FinishReason | None = None) -> dict[str, Any]:
@@ -385,7 +389,7 @@ class ChatForm(CompletionForm):
         """The chunk that says who speaks."""
         return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
 
-    def said(self, text: str) -> dict[str, Any]:
+    def choice_fields(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
 
@@ -398,7 +402,7 @@ class TextForm(CompletionForm):
     def choice(self, answer: Answer) -> CompletionChoice:
         return CompletionChoice(text=answer.text, finish_reason=reason_of(answer))
 
-    def said(self, text: str) -> dict[str, Any]:
+    def choice_fields(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
 

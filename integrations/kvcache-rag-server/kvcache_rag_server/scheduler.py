@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcache_rag_server.backend import BackendRequest, Event, Failed
     from kvcache_rag_server.prefetch import Prefetcher
     from kvcache_rag_server.queue import Explained
-    from kvcache_rag_server.worker import Served, Server
+    from kvcache_rag_server.worker import JobRunner, Served
 
 _LOG = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Scheduler:
 
     def __init__(
         self,
-        server: Server,
+        server: JobRunner,
         *,
         prefetcher: Prefetcher | None = None,
         prefetch_after: float = 0.05,

@@ -16,7 +16,7 @@ from kvcache_rag.policies import policy_by_name
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.filesystem import why_unwritable
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.connections import SETTINGS, Scarcity, patient
+from kvcache_rag_server.connections import SETTINGS, AcceptErrors, patient
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
@@ -214,7 +214,7 @@ def announcement(settings: ServerSettings, url: str) -> str:
 # ---------------------------------------------------------------------- the loop
 async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
     context: AppContext = app.state.context
-    asyncio.get_running_loop().set_exception_handler(Scarcity())
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     waiting = asyncio.create_task(_announce(context, announce))
     try:
         with _reloading(context):

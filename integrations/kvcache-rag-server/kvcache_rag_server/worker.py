@@ -107,7 +107,7 @@ class Served:
     is_too_large: bool = False
 
 
-class Server:
+class JobRunner:
     """Runs jobs on the model; called by one thread.
 
     Attributes:
@@ -158,7 +158,7 @@ class Server:
                 job.deliver(begun)
             job.deliver(Piece(text))
 
-        engine = self.engines.of(work.namespace)
+        engine = self.engines.for_namespace(work.namespace)
         options = _options(work)
         options.update(cancelled=job.cancelled, emit=emit if work.streaming else None)
         with _seeded(work, engine):
@@ -182,7 +182,7 @@ class Server:
 
     def explain(self, job: Job) -> None:
         """Say what would become of a job's prompt."""
-        work, engine = job.work, self.engines.of(job.work.namespace)
+        work, engine = job.work, self.engines.for_namespace(job.work.namespace)
         explanation = engine.explain(
             grounded(engine, work)[0],
             work.chunks,
@@ -228,7 +228,7 @@ class Server:
 
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
         work = jobs[0].work
-        engine = self.engines.of(work.namespace)
+        engine = self.engines.for_namespace(work.namespace)
         works = [(job.work, job.inputs) for job in jobs]
         asked = [
             (grounded(engine, one)[0], chunks, one.history, one.scores, one.question)

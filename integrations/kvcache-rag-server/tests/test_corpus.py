@@ -16,7 +16,7 @@ from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.models.adapters import note_training
 from kvcache_rag.stores.folder import Folder
 from kvcache_rag_server.corpus.run import Build, InProcess, Tally, batches, tidy
-from kvcache_rag_server.corpus.texts import Item, JsonLines, Reading, Text
+from kvcache_rag_server.corpus.texts import CorpusReader, Item, JsonLines, Text
 from kvcache_rag_server.corpus.worker import BatchReport, BuildSettings, Failure
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def test_what_no_question_would_find_is_not_built(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- corpora
-def read(path: Path, content: bytes | str) -> tuple[list[Text], Reading]:
+def read(path: Path, content: bytes | str) -> tuple[list[Text], CorpusReader]:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    reading = Reading(JsonLines(str(path)))
+    reading = CorpusReader(JsonLines(str(path)))
     return list(reading.texts()), reading
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_named_by_its_line(tmp_path: Path) -> None:
 def test_equal_and_empty_texts_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     write_lines(path, ["a", "b", " \n", "a", "", "b", "b", "c"])
-    reading = Reading(JsonLines(str(path)))
+    reading = CorpusReader(JsonLines(str(path)))
     assert [(text.index, text.text) for text in reading.texts()] == [(0, "a"), (1, "b"), (2, "c")]
     assert (reading.texts_found, reading.repeated, reading.empty) == (3, 3, 2)
 
@@ -141,7 +141,7 @@ def test_a_corpus_is_read_as_it_is_asked_for() -> None:
         def items(self) -> Iterator[Item]:
             return (Item(f"item {number}", f"text {number}") for number in numbers)
 
-    groups = batches(Reading(Endless()).texts(), 3)
+    groups = batches(CorpusReader(Endless()).texts(), 3)
     for first in (0, 3):
         assert [text.index for text in next(groups)] == [first, first + 1, first + 2]
     assert next(numbers) == 6
@@ -159,8 +159,8 @@ def test_reports_survive_json() -> None:
     tally.add(report)
     tally.add(report)
     assert (tally.done, tally.prefilled, tally.failed, tally.nbytes) == (4, 2, 2, 200)
-    reading = Reading(JsonLines("x"), texts_found=2, problems=[("line 1", "bad")])
-    other = Reading(JsonLines("x"))
+    reading = CorpusReader(JsonLines("x"), texts_found=2, problems=[("line 1", "bad")])
+    other = CorpusReader(JsonLines("x"))
     other.take(json.loads(json.dumps(reading.counts())))
     assert other == reading
 

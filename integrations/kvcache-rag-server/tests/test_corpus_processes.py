@@ -19,7 +19,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag_server.corpus import processes
 from kvcache_rag_server.corpus.processes import Processes, WorkersDiedError
 from kvcache_rag_server.corpus.run import Build, InProcess, ProcessPool, batches
-from kvcache_rag_server.corpus.texts import JsonLines, Reading
+from kvcache_rag_server.corpus.texts import CorpusReader, JsonLines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +111,7 @@ def test_nothing_to_do_takes_one_worker(place: Place) -> None:
     place.build(place.settings())
     pool = Processes(place.settings(), 4)
     seen: set[int] = set()
-    reading = Reading(JsonLines(str(place.corpus)))
+    reading = CorpusReader(JsonLines(str(place.corpus)))
     with closing(pool.run(batches(reading.texts(), 4))) as reports:
         for report in reports:
             seen.update(pool.pids)

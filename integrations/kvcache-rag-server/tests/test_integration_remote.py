@@ -35,7 +35,7 @@ from kvcache_rag.integration import (
     remote_engine,
 )
 from kvcache_rag.policies import POLICY_NAMES, policy_by_name
-from kvcache_rag.policies.named import name_of
+from kvcache_rag.policies.policy_registry import name_of
 from kvcache_rag_lab.evaluation.tasks import own_score
 from kvcache_rag_lab.evaluation.verification import Verification
 from kvcache_rag_lab.scoring.question import Question

@@ -328,7 +328,7 @@ KEYED: dict[str, Any] = {"host": "0.0.0.0", "api_keys": "keys"}
 def test_a_server_answers_to_its_own_names_and_to_those_that_were_allowed(
     options: dict[str, Any], answered: list[str], refused: list[str]
 ) -> None:
-    rule = middleware.HostRule.of(settings(**options))
+    rule = middleware.HostRule.from_settings(settings(**options))
     assert [host for host in answered if not passes(rule, host)] == []
     assert [host for host in refused if passes(rule, host)] == []
     for several in ([], [("host", "localhost"), ("host", "localhost")]):
@@ -356,7 +356,7 @@ def test_a_server_answers_to_its_own_names_and_to_those_that_were_allowed(
     ],
 )
 def test_pages_of_other_origins_are_refused(host: str, origin: str, expected: bool) -> None:
-    rule = middleware.HostRule.of(settings(allowed_origins=("https://app.example/",)))
+    rule = middleware.HostRule.from_settings(settings(allowed_origins=("https://app.example/",)))
     assert passes(rule, host, origin) is expected
 
 
@@ -386,7 +386,7 @@ async def test_strangers_are_refused_before_a_byte_of_the_body(
 
     given = settings(api_keys=file)
     guard = middleware.Guard(
-        unused, middleware.HostRule.of(given), auth.authenticator(given), Places(given)
+        unused, middleware.HostRule.from_settings(given), auth.authenticator(given), Places(given)
     )
     headers = [(b"host", b"localhost")]
     scope = {"type": kind, "method": "POST", "path": path, "headers": headers, "query_string": b""}

@@ -15,7 +15,7 @@ from serve_process import CHAT, posted
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.keys import new_key
-from kvcache_rag_server.requests import Sent
+from kvcache_rag_server.requests import RequestModel
 from kvcache_rag_server.responses import cached_tokens
 from kvcache_rag_server.settings import RequestLimits
 
@@ -66,7 +66,7 @@ async def test_the_last_message_is_asked_behind_the_earlier_ones() -> None:
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", work.id)
 
 
-def kinds(of: type[Sent] = Sent) -> list[type[Sent]]:
+def kinds(of: type[RequestModel] = RequestModel) -> list[type[RequestModel]]:
     return [of, *(kind for below in of.__subclasses__() for kind in kinds(below))]
 
 

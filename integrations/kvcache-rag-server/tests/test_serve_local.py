@@ -145,7 +145,7 @@ async def test_tenants_share_a_model_and_no_chunk(tmp_path: Path) -> None:
         assert first.text == other.text == again.text
         for namespace in "ab":
             assert (await ask(namespace, policy="combination")).metrics.misses == 1
-        engine = access.engines(backend).of("a")
+        engine = access.engines(backend).for_namespace("a")
         assert engine.keys(TEXTS) == reader(store=DiskStore(tmp_path), namespace="a").keys(TEXTS)
         assert engine.delete_namespace() > 0
         gone, kept = [await ask(namespace) for namespace in "ab"]
@@ -268,7 +268,7 @@ async def test_all_tenants_have_the_memory_of_one_prompt_explained_or_not(
         await crowded.explain(make_work(1, namespace=tenant, policy="cacheblend:0.5"))
     engines = access.engines(crowded)
     await eventually(lambda: access.scheduler(crowded).stats()["running"] == 0)
-    memory, *others = [access.runner(engines.of(name)).memory for name in "abc"]
+    memory, *others = [access.runner(engines.for_namespace(name)).memory for name in "abc"]
     assert all(one is memory for one in others)
     assert len(memory._held) == 1
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from langchain_core.runnables import RunnableConfig
 
     from kvcache_rag import Answer
-    from langchain_kvcache_rag.calls import Call
+    from langchain_kvcache_rag.calls import EngineCall
     from langchain_kvcache_rag.settings import ChatSettings
 
 # They belong to one prompt, or watch one.
@@ -56,10 +56,10 @@ _OF_A_ROW: Final = ("history", "scores", "asked")
 class _Ready:
     """What was answered ahead of a call; an error if generation broke."""
 
-    call: Call
+    call: EngineCall
     answer: Answer | BaseException
 
-    def is_of(self, call: Call) -> bool:
+    def is_of(self, call: EngineCall) -> bool:
         return self.call.asked == call.asked and self.call.options == call.options
 
 
@@ -67,7 +67,7 @@ _READY: ContextVar[list[_Ready]] = ContextVar("kvcache_rag_ready")
 _TAKING: Final = new_lock()  # the calls of one `batch` run in threads
 
 
-def ready_answer(call: Call) -> Answer | None:
+def ready_answer(call: EngineCall) -> Answer | None:
     """Take the answer to a call of a batch; None if it has to be answered alone.
 
     Each is given once: equal prompts of a batch get a sample each.
@@ -146,7 +146,7 @@ def _can_share(llm: ChatSettings, kwargs: Mapping[str, Any]) -> bool:
 
 def _read(
     llm: ChatSettings, given: LanguageModelInput, config: RunnableConfig, kwargs: Mapping[str, Any]
-) -> Call | None:
+) -> EngineCall | None:
     options = with_policy(config, kwargs)
     try:
         messages = llm._convert_input(given).to_messages()
@@ -156,7 +156,7 @@ def _read(
     return None if call.asked.question.is_completion else call
 
 
-def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[_Ready]:
+def _together(calls: Sequence[EngineCall], cancelled: threading.Event | None) -> list[_Ready]:
     # Configs may say other policies, row by row.
     calls = [call for call in calls if call.options == calls[0].options]
     if len(calls) < 2:
@@ -177,6 +177,6 @@ def _together(calls: Sequence[Call], cancelled: threading.Event | None) -> list[
     ]
 
 
-def _of_call(call: Call, answer: Answer) -> Answer:
+def _of_call(call: EngineCall, answer: Answer) -> Answer:
     mismatch = call.asked.question.options["prefix_mismatch"]
     return replace(answer, metrics=replace(answer.metrics, prefix_mismatch=mismatch))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvcache_rag import Answer, Engine
     from kvcache_rag.generation import AnswerStream
     from kvcache_rag.integration import AnswerReader, ConversationForm
-    from kvcache_rag.integration.question import SaidMessage
+    from kvcache_rag.integration.question import FrameworkMessage
     from langchain_kvcache_rag.settings import ChatSettings
     from langchain_kvcache_rag.shared import Shared
 
@@ -52,7 +52,7 @@ _RENAMED: Final = {"max_tokens": "max_new_tokens", "timeout": "max_time"}
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class EngineCall:
     """A question for the engine.
 
     Attributes:
@@ -86,7 +86,7 @@ def read_call(
     messages: Sequence[BaseMessage],
     stop: Sequence[str] | str | None,
     given: Mapping[str, Any],
-) -> Call:
+) -> EngineCall:
     """Read messages and settings for the engine, loading it if need be.
 
     Args:
@@ -104,7 +104,7 @@ def read_call(
     schema = options.pop("json_schema", None)
     suffix = "" if schema is None else json_instruction(schema)
     said = said_messages(messages, documents_in if llm.match_chunks else None)
-    read = AskedMessages.of(said, engine.template.system, suffix=suffix)
+    read = AskedMessages.from_messages(said, engine.template.system, suffix=suffix)
     turns = read.turns if read.is_grounded else opened(read.turns, llm.system_prompt)
     choice, values = (
         take_choice(options, described_tools),
@@ -126,7 +126,7 @@ def read_call(
     else:
         options = {name: one for name, one in options.items() if name not in _FOR_CHUNKS}
         asked = _without_documents(said, form, engine, shared)
-    return Call(engine, asked, options, form, llm.model or str(getattr(engine, "name", "")))
+    return EngineCall(engine, asked, options, form, llm.model or str(getattr(engine, "name", "")))
 
 
 def _over_documents(
@@ -145,7 +145,7 @@ def _over_documents(
 
 
 def _without_documents(
-    said: Sequence[SaidMessage], form: ConversationForm, engine: Engine, shared: Shared
+    said: Sequence[FrameworkMessage], form: ConversationForm, engine: Engine, shared: Shared
 ) -> SourcedQuestion:
     """A conversation; the first time that documents seem to stand in it as text it warns."""
     tokens = 0

@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMes
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import whole_texts
-from kvcache_rag.integration.question import SaidMessage, SaidPart, Source
+from kvcache_rag.integration.question import FrameworkMessage, MessagePart, Source
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_id, block_score
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def documents_of(message: BaseMessage) -> list[str]:
 def said_messages(
     messages: Sequence[BaseMessage],
     documents_in: Callable[[str], Sequence[str]] | None = None,
-) -> list[SaidMessage]:
+) -> list[FrameworkMessage]:
     """What messages say, and the documents in them.
 
     Args:
@@ -81,7 +81,7 @@ def said_messages(
 
 def _said(
     index: int, message: BaseMessage, documents_in: Callable[[str], Sequence[str]] | None
-) -> SaidMessage:
+) -> FrameworkMessage:
     kind = message.role if isinstance(message, ChatMessage) else message.type
     role = _ROLES.get(kind)
     if role is None:
@@ -91,10 +91,10 @@ def _said(
     found = _artifact(message)
     if not found and documents_in is not None and role == "tool":
         found = [Source(text) for text in documents_in(message.text)]
-    return SaidMessage(role, tuple(_parts(index, message, found)), _beside(message))
+    return FrameworkMessage(role, tuple(_parts(index, message, found)), _beside(message))
 
 
-def _parts(index: int, message: BaseMessage, found: Sequence[Source]) -> Iterator[SaidPart]:
+def _parts(index: int, message: BaseMessage, found: Sequence[Source]) -> Iterator[MessagePart]:
     texts, known = [one.text for one in found], {one.text: one for one in reversed(found)}
     content = message.content
     for block in [content] if isinstance(content, str) else content:
@@ -103,10 +103,10 @@ def _parts(index: int, message: BaseMessage, found: Sequence[Source]) -> Iterato
             continue
         text = block if isinstance(block, str) else _text_of(index, block)
         if isinstance(block, dict) and kind == DOCUMENT_TYPE:
-            yield SaidPart(source=Source(text, block_id(block), block_score(block)))
+            yield MessagePart(source=Source(text, block_id(block), block_score(block)))
         else:
             within = [(one, known[one]) for one in whole_texts(text, texts)]
-            yield SaidPart(text, within=tuple(within))
+            yield MessagePart(text, within=tuple(within))
 
 
 def _artifact(message: BaseMessage) -> list[Source]:

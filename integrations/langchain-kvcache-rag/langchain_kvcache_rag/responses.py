@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvcache_rag import Answer
     from kvcache_rag.generation import AnswerStream
     from kvcache_rag.integration import AnswerPart
-    from langchain_kvcache_rag.calls import Call
+    from langchain_kvcache_rag.calls import EngineCall
 
 # Where LangChain reads on; a LangChain without it is read to the end (a test tells).
 _STEP: Final = getattr(getattr(Runnable, "_transform_stream_with_config", None), "__code__", None)
@@ -47,7 +47,7 @@ def usage(answer: Answer) -> UsageMetadata:
     )
 
 
-def metadata(answer: Answer, call: Call) -> dict[str, Any]:
+def metadata(answer: Answer, call: EngineCall) -> dict[str, Any]:
     """What `response_metadata` says: `kv_cache` metrics and more.
 
     LangChain adds messages up value by value: lists and texts are joined, whole numbers add up
@@ -67,7 +67,7 @@ def metadata(answer: Answer, call: Call) -> dict[str, Any]:
     }
 
 
-def result(answer: Answer, call: Call) -> ChatResult:
+def result(answer: Answer, call: EngineCall) -> ChatResult:
     """A whole answer."""
     parts = read_whole(call.reader(), answer.text)
     thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -90,7 +90,7 @@ def result(answer: Answer, call: Call) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def chunks(stream: AnswerStream, call: Call) -> Iterator[ChatGenerationChunk]:
+def chunks(stream: AnswerStream, call: EngineCall) -> Iterator[ChatGenerationChunk]:
     """Pieces as they come, then an empty one with usage and metrics.
 
     Closing stops generation, and so does closing the stream of a chain whose later steps would read
@@ -99,7 +99,7 @@ def chunks(stream: AnswerStream, call: Call) -> Iterator[ChatGenerationChunk]:
     pieces = _Pieces(call)
     try:
         for piece in stream:
-            yield from pieces.of(piece)
+            yield from pieces.feed(piece)
             if _is_left_over():
                 return
         yield from pieces.rest()
@@ -111,11 +111,11 @@ def chunks(stream: AnswerStream, call: Call) -> Iterator[ChatGenerationChunk]:
 class _Pieces:
     """What a stream's pieces of text are as chunks."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: EngineCall) -> None:
         self._reader = call.reader()
         self._calls = 0
 
-    def of(self, text: str) -> list[ChatGenerationChunk]:
+    def feed(self, text: str) -> list[ChatGenerationChunk]:
         return self._chunks(self._reader.feed(text))
 
     def rest(self) -> list[ChatGenerationChunk]:
@@ -146,9 +146,9 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
     on until the loop finds time.  This one stops generation as soon as it is dropped.
     """
 
-    def __init__(self, read: Callable[[], Call]) -> None:
+    def __init__(self, read: Callable[[], EngineCall]) -> None:
         """Take what reads the call; it may load the model, so it runs in a thread."""
-        calls: list[Call] = []
+        calls: list[EngineCall] = []
         self._calls = calls
 
         def start() -> AnswerStream:
@@ -175,7 +175,7 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
             if self._pieces is None:
                 self._pieces = _Pieces(self._calls[0])
             if piece is not None:
-                self._ready.extend(self._pieces.of(piece))
+                self._ready.extend(self._pieces.feed(piece))
                 continue
             self._ready.extend(self._pieces.rest())
             self._ready.append(_last(self._stream.answer, self._calls[0]))
@@ -188,7 +188,7 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
         await self._stream.aclose()
 
 
-def _last(answer: Answer, call: Call) -> ChatGenerationChunk:
+def _last(answer: Answer, call: EngineCall) -> ChatGenerationChunk:
     message = AIMessageChunk(
         content="",
         chunk_position="last",

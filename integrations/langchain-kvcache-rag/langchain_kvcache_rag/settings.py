@@ -237,7 +237,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         # Not the key itself, and yet no copy with another one asks in its name.
         whose = hashlib.sha256(key.encode()).hexdigest() if key else ""
-        return shared.of(repr([*(getattr(self, name) for name in names), whose]))
+        return shared.for_settings(repr([*(getattr(self, name) for name in names), whose]))
 
     @property
     def _llm_type(self) -> str:

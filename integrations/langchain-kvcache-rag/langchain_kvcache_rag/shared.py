@@ -37,7 +37,7 @@ class Shared:
         self._others: dict[str, Shared] = {}
         self._warned: set[str] = set()
 
-    def of(self, settings: str) -> Shared:
+    def for_settings(self, settings: str) -> Shared:
         """The one for the engine that `settings` describe.
 
         A copy with other settings lives for one call only where they come from a config, so

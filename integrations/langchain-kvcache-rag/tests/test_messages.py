@@ -35,7 +35,7 @@ def text(value: str) -> dict[str, Any]:
 
 
 def read(messages: Sequence[BaseMessage], suffix: str = "") -> AskedMessages:
-    return AskedMessages.of(said_messages(messages), SYSTEM, suffix=suffix)
+    return AskedMessages.from_messages(said_messages(messages), SYSTEM, suffix=suffix)
 
 
 def grounded(*messages: BaseMessage) -> AskedMessages:

@@ -53,7 +53,7 @@ class Recorder(BaseEventHandler):
     def names(self) -> list[str]:
         return [event.class_name() for event in self.events]
 
-    def of(self, name: str) -> list[Any]:
+    def named(self, name: str) -> list[Any]:
         return [event for event in self.events if event.class_name() == name]
 
 

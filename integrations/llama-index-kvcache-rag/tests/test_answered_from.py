@@ -50,7 +50,7 @@ def test_the_event_and_what_else_was_retrieved(few: KVCacheLLM, recorder: Record
     more = [LlamaIndex().document(TEXTS["bakery"], "bakery")]
     response = KVCacheSynthesizer(few).synthesize(QUESTION, nodes(), more)
     assert told(response)[0] == [3]
-    (event,) = recorder.of("KVCacheReuseEvent")
+    (event,) = recorder.named("KVCacheReuseEvent")
     assert event.metrics == response.metadata["kv_cache"]  # type: ignore[index]  # it has some
 
 

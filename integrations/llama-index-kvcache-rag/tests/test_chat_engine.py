@@ -113,9 +113,9 @@ async def test_retrieval_uses_the_condensed_question(
     _, response = await ask(made, way, NEXT, HISTORY)
     prompt = f"user: Hello.\nassistant: Good day.|{NEXT}|"
     condensed = NEXT if skip else llm.complete(prompt).text
-    sent = [event.prompt for event in recorder.of("LLMCompletionStartEvent")]
+    sent = [event.prompt for event in recorder.named("LLMCompletionStartEvent")]
     assert sent.count(prompt) == (0 if skip else 2)
-    assert [event.str_or_query_bundle for event in recorder.of("RetrievalStartEvent")] == [
+    assert [event.str_or_query_bundle for event in recorder.named("RetrievalStartEvent")] == [
         condensed
     ]
     assert response.sources[0].raw_input == {"message": condensed}

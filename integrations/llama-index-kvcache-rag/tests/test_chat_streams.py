@@ -93,7 +93,7 @@ async def test_a_stream_tells_what_happens_in_order(
 ) -> None:
     answer, response = await ask(chat, way, QUESTION)
     names = [name for name in recorder.names() if name.startswith(("StreamChat", "KVCache"))]
-    deltas = recorder.of("StreamChatDeltaReceivedEvent")
+    deltas = recorder.named("StreamChatDeltaReceivedEvent")
     assert names == [
         "StreamChatStartEvent",
         *["StreamChatDeltaReceivedEvent"] * len(deltas),
@@ -101,7 +101,7 @@ async def test_a_stream_tells_what_happens_in_order(
         "StreamChatEndEvent",
     ]
     assert "".join(event.delta for event in deltas) == answer
-    (reuse,) = recorder.of("KVCacheReuseEvent")
+    (reuse,) = recorder.named("KVCacheReuseEvent")
     assert reuse.metrics == response.metadata["kv_cache"]
 
 
@@ -236,7 +236,7 @@ async def test_streams_nobody_reads_are_closed(
     await awaited.aclose()
     await check_stopped(talkative, forwards, [])
     assert str(response) == str(awaited) == ""
-    assert len(recorder.of("StreamChatEndEvent")) == 2
+    assert len(recorder.named("StreamChatEndEvent")) == 2
 
 
 # ---------------------------------------------------------------------- models that fail
@@ -248,7 +248,7 @@ async def test_failure_reaches_the_caller(
     with failing_at_the_third_token(), pytest.raises(RuntimeError, match="out of memory"):
         await ask(chat, way, QUESTION)
     assert chat.chat_history == []
-    assert len(recorder.of("StreamChatErrorEvent")) == ("stream" in way)
+    assert len(recorder.named("StreamChatErrorEvent")) == ("stream" in way)
     if way == "stream_chat":
         with failing_at_the_third_token():
             response = chat.stream_chat(QUESTION)

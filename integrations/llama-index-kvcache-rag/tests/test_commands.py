@@ -439,7 +439,7 @@ def test_settings_are_read_as_they_were_noted(
         assert json.loads(text).items() >= noted.items()
         assert ("weight_format" in json.loads(text)) == ("weight_format" in noted)
         if "adapter" not in given:
-            assert Settings.of_text(text, "chroma", "docs") == Settings(model="tiny", **given)
+            assert Settings.from_text(text, "chroma", "docs") == Settings(model="tiny", **given)
 
 
 def test_ingest_notes_how_weights_are_kept(command: Run, asked: Asked, files: Path) -> None:
@@ -813,7 +813,7 @@ def test_chat_writes_questions_anew_unless_told_or_the_model_writes_worse_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
-    real, opened = KVCacheChatEngine.from_index.__func__, Opened.of
+    real, opened = KVCacheChatEngine.from_index.__func__, Opened.from_arguments
 
     def from_index(cls: Any, *words: Any, **options: Any) -> Any:
         made.append(options)
@@ -824,7 +824,7 @@ def test_chat_writes_questions_anew_unless_told_or_the_model_writes_worse_ones(
         return replace(found, settings=replace(found.settings, model=name)) if name else found
 
     monkeypatch.setattr(KVCacheChatEngine, "from_index", classmethod(from_index))
-    monkeypatch.setattr(Opened, "of", renamed)
+    monkeypatch.setattr(Opened, "from_arguments", renamed)
     talk(words=words)
     assert made[0]["skip_condense"] is not is_condensed
 

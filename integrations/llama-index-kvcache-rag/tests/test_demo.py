@@ -11,7 +11,7 @@ import pytest
 from small import make_model, make_tokenizer
 
 from kvcache_rag import cli
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from llama_index.kvcache_rag import HashEmbedding
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles
@@ -156,7 +156,7 @@ def test_the_missing_package_is_told_with_its_command(
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("kvcache_rag.models.names.distribution", missing)
+    monkeypatch.setattr("kvcache_rag.models.model_names.distribution", missing)
     told, errors = command(code=2)
     assert told == ""
     assert errors == (

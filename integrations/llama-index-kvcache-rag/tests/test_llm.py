@@ -184,8 +184,8 @@ async def test_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
     llm.chat(HELLO)
     assert names() == chat
     list(llm.stream_complete("a"))
-    assert len(recorder.of("LLMCompletionInProgressEvent")) == 7
-    (end,) = recorder.of("LLMCompletionEndEvent")
+    assert len(recorder.named("LLMCompletionInProgressEvent")) == 7
+    (end,) = recorder.named("LLMCompletionEndEvent")
     assert end.response.raw["usage"]["completion_tokens"] == 6
     assert names() == complete
     assert [one async for one in await llm.astream_complete("a")]

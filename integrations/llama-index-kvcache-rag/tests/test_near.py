@@ -15,7 +15,7 @@ import torch
 from near_questions import NOTES, UNANSWERED
 
 from kvcache_rag.cli import main
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from llama_index.kvcache_rag.commands.corpus import embedding, open_store
 from llama_index.kvcache_rag.commands.report import is_near, likely, source
 from llama_index.kvcache_rag.commands.settings import Settings, collections_in
@@ -45,7 +45,7 @@ def chroma(tmp_path_factory: pytest.TempPathFactory) -> str:
 def found(chroma: str) -> Callable[[str], list[dict[str, Any]]]:
     from llama_index.core import VectorStoreIndex
 
-    settings = Settings.of(collections_in(chroma)["docs"], chroma)
+    settings = Settings.from_collection(collections_in(chroma)["docs"], chroma)
     assert settings is not None
     store, embed_model = open_store(settings, None), embedding(settings.embed)
     index = VectorStoreIndex.from_vector_store(store, embed_model=embed_model)

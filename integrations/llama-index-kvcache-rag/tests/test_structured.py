@@ -108,7 +108,7 @@ def test_llama_index_is_told_as_ever(patient: KVCacheLLM, recorder: Recorder) ->
     patient.structured_predict(Finding, PROMPT, thing="a lamp")
     assert recorder.names().count("LLMStructuredPredictStartEvent") == 1
     assert recorder.names().count("LLMStructuredPredictEndEvent") == 1
-    (start,) = recorder.of("LLMCompletionStartEvent") or recorder.of("LLMChatStartEvent")
+    (start,) = recorder.named("LLMCompletionStartEvent") or recorder.named("LLMChatStartEvent")
     assert "Finding" in str(start)  # the schema stands in the prompt
 
 

@@ -140,14 +140,14 @@ def test_legacy_callbacks_are_those_of_a_stock_engine(
 
 def test_what_events_say(index: VectorStoreIndex, llm: KVCacheLLM, recorder: Recorder) -> None:
     response = KVCacheQueryEngine.from_index(index, llm).query(QUESTION)
-    (reuse,) = recorder.of("KVCacheReuseEvent")
+    (reuse,) = recorder.named("KVCacheReuseEvent")
     assert (reuse.query_str, reuse.metrics) == (QUESTION, cost(response))
-    (start,) = recorder.of("GetResponseStartEvent")
+    (start,) = recorder.named("GetResponseStartEvent")
     assert start.text_chunks == texts(response)
-    (call,) = recorder.of("LLMCompletionStartEvent")
+    (call,) = recorder.named("LLMCompletionStartEvent")
     assert all(text in call.prompt for text in (*start.text_chunks, QUESTION, "Read."))
     assert call.additional_kwargs == {}
-    (end,) = recorder.of("LLMPredictEndEvent")
+    (end,) = recorder.named("LLMPredictEndEvent")
     assert end.output == str(response)
 
 

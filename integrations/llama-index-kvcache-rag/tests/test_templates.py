@@ -49,7 +49,7 @@ def test_template_behind_the_context_is_the_question(
         warnings.simplefilter("error")
         response = synthesizer.synthesize(QUESTION, nodes(FACT))
     asked = f"--\nAsk x: {QUESTION}!"
-    (start,) = recorder.of("LLMCompletionStartEvent")
+    (start,) = recorder.named("LLMCompletionStartEvent")
     assert start.prompt.endswith(asked)
     assert cost(response)["prefix_mismatch"] is False
     turns = TURNS if history else []
@@ -139,7 +139,7 @@ def test_twin_within_a_conversation(llm: KVCacheLLM, engine: Engine, recorder: R
     streamed: Any = twin.synthesize(QUESTION, NODES)
     expected = engine.generate(QUESTION, [FACT], history=TURNS, max_new_tokens=6)
     assert "".join(streamed.response_gen) == expected.text
-    (call,) = recorder.of("LLMCompletionStartEvent")
+    (call,) = recorder.named("LLMCompletionStartEvent")
     assert call.prompt.endswith(f"{FACT}\n\nuser: Hello.\nassistant: Good day.\n{QUESTION}")
     plain = engine.generate(QUESTION, [FACT], max_new_tokens=6)
     assert str(alone.synthesize(QUESTION, NODES)) == plain.text != expected.text

@@ -46,7 +46,7 @@ YARN = {
 }  # fmt: skip
 CONFIGS = {"llama": LlamaConfig(**SMALL), "qwen2 yarn": Qwen2Config(**SMALL, rope_parameters=YARN)}
 BLOCK = 32
-KEY = GrantKey.of()
+KEY = GrantKey.from_file()
 
 
 @dataclass(frozen=True)

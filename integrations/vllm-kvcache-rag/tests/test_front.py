@@ -89,7 +89,7 @@ class FakeEngine:
 
     def _understood(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         ids = body["prompt"]
-        params = TransferParams.of(body.get("kv_transfer_params"), len(ids))
+        params = TransferParams.from_params(body.get("kv_transfer_params"), len(ids))
         if params is None:
             return 0, {}
         tenant = KEY.namespace(params.grant, params.digest(ids))

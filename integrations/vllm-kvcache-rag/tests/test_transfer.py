@@ -32,12 +32,12 @@ IDS = list(range(12))
 def test_what_is_sent_is_what_is_read(prefix: int, chunks: list[int], positions: Any) -> None:
     params = TransferParams(prefix, tuple(chunks), positions, grant="g")
     body = json.loads(json.dumps(params.body()))
-    assert TransferParams.of(body, params.context + 1) == params
+    assert TransferParams.from_params(body, params.context + 1) == params
     with pytest.raises(InvalidInputError, match="a question follows"):
-        TransferParams.of(body, params.context)
-    assert TransferParams.of({}, 5) is None
-    assert TransferParams.of(None, 5) is None
-    assert TransferParams.of({"do_remote_prefill": True}, 5) is None
+        TransferParams.from_params(body, params.context)
+    assert TransferParams.from_params({}, 5) is None
+    assert TransferParams.from_params(None, 5) is None
+    assert TransferParams.from_params({"do_remote_prefill": True}, 5) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_is_sent_is_what_is_read(prefix: int, chunks: list[int], positions:
 )
 def test_what_does_not_fit_is_refused_by_name(given: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
-        TransferParams.of({FIELD: given}, 100)
+        TransferParams.from_params({FIELD: given}, 100)
 
 
 def test_the_digest_is_of_all_that_is_asked() -> None:
@@ -124,19 +124,19 @@ def test_a_tenants_salt_is_its_own() -> None:
 def test_where_the_key_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(InvalidInputError, match=f"name its file, or set {ENVIRONMENT}"):
-        GrantKey.of()
+        GrantKey.from_file()
     file = tmp_path / "key"
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
     request = PARAMS.digest(IDS)
-    grant = GrantKey.of(file).issue("tenant", request)
+    grant = GrantKey.from_file(file).issue("tenant", request)
     monkeypatch.setenv(ENVIRONMENT, SECRET.decode())
-    assert GrantKey.of().namespace(grant, request) == "tenant"
+    assert GrantKey.from_file().namespace(grant, request) == "tenant"
     file.chmod(0o644)
     with pytest.raises(
         InvalidInputError, match="others may read or write the file of the engine's"
     ):
-        GrantKey.of(file)
+        GrantKey.from_file(file)
     with pytest.raises(InvalidInputError, match="at least 32 bytes, not 5"):
         GrantKey(b"short")
 

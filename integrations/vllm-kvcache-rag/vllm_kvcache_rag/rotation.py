@@ -47,7 +47,7 @@ class EngineRotation:
         steps = torch.arange(tokens)
         angles = angle_table(self.inv_freq, steps + old, steps + new)
         kinds = {rotation for rotation in self.layers if rotation.style != "none"}
-        return {rotation: RotaryTable.of(rotation, *angles) for rotation in kinds}
+        return {rotation: RotaryTable.from_angles(rotation, *angles) for rotation in kinds}
 
     def move(self, keys: Tensor, old: int, new: int) -> None:
         """Rotate keys in place, `(layers, kv_heads, tokens, width)`, that stand at `old`."""

@@ -127,7 +127,7 @@ class RequestScheduler:
 
     def _understood(self, request: Any, salt: str | None) -> _Asked | None:
         ids = request.prompt_token_ids
-        params = TransferParams.of(request.kv_transfer_params, len(ids or ()))
+        params = TransferParams.from_params(request.kv_transfer_params, len(ids or ()))
         if params is None:
             return None
         why = _refusal(request)

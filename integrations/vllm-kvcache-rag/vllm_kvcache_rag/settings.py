@@ -53,7 +53,7 @@ class ConnectorSettings(StoreSettings):
 
     def grant_key(self) -> GrantKey:
         """What says who may ask."""
-        return GrantKey.of(self.key_file)
+        return GrantKey.from_file(self.key_file)
 
 
 def check_engine(config: Any, cache: Any) -> None:

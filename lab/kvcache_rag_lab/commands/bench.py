@@ -127,11 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     questions = read_queries(arguments.queries) if arguments.queries else []
-    settings = EngineSettings.of(arguments)
+    settings = EngineSettings.from_source(arguments)
     ready(settings)
     import torch
 
-    from kvcache_rag.policies.named import given_policy
+    from kvcache_rag.policies.policy_registry import given_policy
     from kvcache_rag_lab.evaluation.cost.speed import SpeedBench, SpeedPlan
 
     policy = given_policy(arguments.policy)
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     engine = settings.open_engine(namespace=NAMESPACE)
-    plan = SpeedPlan.of(
+    plan = SpeedPlan.from_engine(
         engine,
         arguments.contexts or (),
         chunk=arguments.chunk_size or CHUNK,
@@ -257,7 +257,7 @@ def _question(row: str, where: str) -> str:
 def _texts(corpus: Path) -> list[str] | dict[str, str]:
     """Texts of a file, which are chunks; or of a folder's files by name, which will be cut."""
     from kvcache_rag_documents import left_out_lines, read_folder
-    from kvcache_rag_server.corpus.texts import JsonLines, Reading
+    from kvcache_rag_server.corpus.texts import CorpusReader, JsonLines
 
     if corpus.is_dir():
         found = read_folder(str(corpus))
@@ -268,7 +268,7 @@ def _texts(corpus: Path) -> list[str] | dict[str, str]:
         raise InvalidInputError(
             f"there is no corpus {corpus}; name a file of JSON lines or a folder"
         )
-    reading = Reading(JsonLines(str(corpus)))
+    reading = CorpusReader(JsonLines(str(corpus)))
     texts = [text.text for text in reading.texts()]
     if reading.unreadable:
         name, reason = reading.problems[0]
@@ -299,7 +299,9 @@ def _corpus(
     if questions:
         embed = embedding_by_name(arguments.embed)
         found = nearest(pieces, questions, arguments.top_k, embed, show_progress=True)
-        recurrence = asdict(Recurrence.of(found, sizes, [one / 1e9 for one in arguments.budgets]))
+        recurrence = asdict(
+            Recurrence.from_retrieved(found, sizes, [one / 1e9 for one in arguments.budgets])
+        )
     return {
         "chunks": len(pieces),
         "tokens": sum(lengths),

@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     policies = _policies(arguments)
-    settings = [EngineSettings.of(arguments, model=model) for model in arguments.models]
+    settings = [EngineSettings.from_source(arguments, model=model) for model in arguments.models]
     for one in settings:
         one.check()
     tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
@@ -215,7 +215,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag.policies.named import policy_by_name
+    from kvcache_rag.policies.policy_registry import policy_by_name
 
     policies = {name: policy_by_name(name) for name in arguments.policies}
     for name, policy in policies.items():
@@ -256,13 +256,13 @@ def _counter(model: str) -> TokenCounter:
 
     @cache
     def encoder() -> TextEncoder:
-        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.model_names import resolve
         from kvcache_rag.models.pretrained import load_tokenizer
         from kvcache_rag.prompt.tokens import TextEncoder
 
-        return TextEncoder.of(load_tokenizer(resolve(model), {}))
+        return TextEncoder.for_tokenizer(load_tokenizer(resolve(model), {}))
 
-    return lambda text: len(encoder().encode_brought(text))
+    return lambda text: len(encoder().encode_untrusted(text))
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
@@ -277,7 +277,7 @@ def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -
 def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
     from kvcache_rag.settings import EngineSettings
 
-    settings = EngineSettings.of(arguments, auxiliary=None)
+    settings = EngineSettings.from_source(arguments, auxiliary=None)
     return {
         name: settings.model_copy(update={"model": name}).open_engine for name in arguments.models
     }

@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     config.check_folders()
     check_file_there("--data", arguments.data)
     check_file_there("--plain", arguments.plain)
-    ready(EngineSettings.of(arguments))
+    ready(EngineSettings.from_source(arguments))
     from kvcache_rag_lab.finetune import finetune
 
     report = finetune(config, show_progress=not arguments.quiet)

@@ -186,7 +186,7 @@ def _ready(arguments: argparse.Namespace) -> None:
     else:
         read_own_questions(arguments.data)
     if arguments.base_url is None:
-        ready(LocalSettings.of(arguments))
+        ready(LocalSettings.from_source(arguments))
     else:
         tell(f"asking {arguments.base_url}")
 
@@ -267,7 +267,7 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
 
 def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag.policies.named import policy_by_name
+    from kvcache_rag.policies.policy_registry import policy_by_name
 
     default: tuple[str, ...] = OF_SERVERS if arguments.base_url else POLICIES
     if arguments.backend == "llama.cpp":
@@ -287,7 +287,7 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
 def _possible(engine: Engine, policies: list[ReusePolicy]) -> list[ReusePolicy]:
     """What is compared by itself on a model that may not be able to do all of it."""
     from kvcache_rag.policies.checks import why_not
-    from kvcache_rag.policies.named import name_of, policy_by_name
+    from kvcache_rag.policies.policy_registry import name_of, policy_by_name
 
     abilities = engine._adapter.abilities
     if not any(why_not(policy, abilities) for policy in policies):
@@ -312,7 +312,7 @@ def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
     from kvcache_rag.engine import like
     from kvcache_rag.settings import LocalSettings
 
-    settings, auxiliary = LocalSettings.of(arguments), None
+    settings, auxiliary = LocalSettings.from_source(arguments), None
     if settings.auxiliary:
         from kvcache_rag.auxiliary import Auxiliary
 

@@ -219,7 +219,8 @@ def _drawn(
 ) -> list[Asked]:
     """The questions of a task at one `k`, in an order that is the same in every run."""
     asked = [
-        Asked.of(question, clusters.get(question.id, "")) for question in task.questions(n, seed, k)
+        Asked.from_question(question, clusters.get(question.id, ""))
+        for question in task.questions(n, seed, k)
     ]
     if not asked:
         raise InvalidInputError(f"{task.name} has no questions; give data that holds some")

@@ -21,7 +21,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.cache import graded_cache, held_state, layer_tensors
-from kvcache_rag.models.rotation import Move
+from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag.models.states import State
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import first_positions
@@ -243,7 +243,7 @@ class StitchedForward:
         if first == part.start:
             return pairs
         steps = torch.arange(len(part))
-        move = Move.of(
+        move = KeyRotation.from_positions(
             self.adapter.measured, part.start + steps, first + steps, self.adapter.device
         )
         return [

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.adapters import is_adapter, note_training, write_training
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.names import PACKAGED, resolve
+from kvcache_rag.models.model_names import PACKAGED, resolve
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from kvcache_rag_lab.finetune.adapters import lora_modules, packet_tokens, with_packet

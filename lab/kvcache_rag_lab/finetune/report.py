@@ -52,7 +52,7 @@ class Measure:
     @property
     def exact_match(self) -> float | None:
         """Share of right answers, None for texts."""
-        return Share.of(self.exact).value if self.exact else None
+        return Share.from_outcomes(self.exact).value if self.exact else None
 
 
 @dataclass(frozen=True)

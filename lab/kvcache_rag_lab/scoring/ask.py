@@ -229,7 +229,7 @@ class Workplaces:
             engine = self._engine(self._store, instruction)
             return Workplace(engine, engine)
         folder = self._folder / f"{codec}-{len(self._places)}"
-        place = StoreSettings.of(None, kv_dir=folder, kv_codec=codec)
+        place = StoreSettings.from_source(None, kv_dir=folder, kv_codec=codec)
 
         def opened() -> Engine:
             return self._engine(place.open_store(durable=False), instruction)
@@ -256,7 +256,9 @@ def open_model(model: Model) -> Engine:
     """The engine itself, or a new one."""
     if isinstance(model, Engine):
         return model
-    return model() if callable(model) else EngineSettings.of(None, model=model).open_engine()
+    return (
+        model() if callable(model) else EngineSettings.from_source(None, model=model).open_engine()
+    )
 
 
 _TIMES: Final = ("ttft", "load", "stitch", "choose", "recompute", "prefill")
@@ -277,7 +279,7 @@ class Asked:
     cluster: str
 
     @classmethod
-    def of(cls, question: Question, cluster: str = "") -> Asked:
+    def from_question(cls, question: Question, cluster: str = "") -> Asked:
         """Digest a question; its cluster is that of its documents unless another one is named."""
         texts = [question.question, *question.chunks, "answers", *question.answers]
         groups = ("|".join(group) for group in question.answer_groups)

@@ -95,7 +95,7 @@ class Share:
     trials: int
 
     @classmethod
-    def of(cls, outcomes: Iterable[bool]) -> Share:
+    def from_outcomes(cls, outcomes: Iterable[bool]) -> Share:
         """Count what is true."""
         flags = list(outcomes)
         return cls(sum(flags), len(flags))

@@ -36,7 +36,7 @@ from kvcache_rag.models.adapters import (
     base_of,
     write_training,
 )
-from kvcache_rag.models.names import PACKAGED
+from kvcache_rag.models.model_names import PACKAGED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from training.smollm2.card import model_card
 

@@ -5,9 +5,9 @@ layout, not the file.
 """
 
 from kvcache_rag.codecs.base import Codec, EncodedChunk, Native, Room
+from kvcache_rag.codecs.codec_registry import CODECS, by_name
 from kvcache_rag.codecs.int4 import Int4
 from kvcache_rag.codecs.int8 import Int8
-from kvcache_rag.codecs.named import CODECS, by_name
 from kvcache_rag.kv.chunk import TensorSpec
 
 __all__ = [

@@ -63,7 +63,7 @@ class Int4(QuantisedCodec):
         for run in _runs(values.shape[axis]):
             # [layers, heads, count, size, width] for K, [layers, heads, tokens, count, size] for V:
             # counted from the end, `axis` is that of `size` now.
-            inside = run.of(levels, axis)
+            inside = run.view(levels, axis)
             low, high = extremes(inside, axis, values.dtype)  # 1 in place of `size`
             # Rounded up, so that 15 steps reach `high`.
             scales = at_least((high - low) / _LEVELS, values.dtype)
@@ -89,7 +89,7 @@ class Int4(QuantisedCodec):
         for run in _runs(out.shape[axis]):
             scales, lowest = run.scales(parts["s"], axis), run.scales(parts["z"], axis)
             # Through a view, so in `wide`; scales and lowest broadcast along `size`.
-            run.of(wide, axis).mul_(scales.float()).add_(lowest.float())
+            run.view(wide, axis).mul_(scales.float()).add_(lowest.float())
         out.copy_(wide)
 
 
@@ -101,7 +101,7 @@ class _Run:
     count: int
     size: int
 
-    def of(self, values: Tensor, axis: int) -> Tensor:
+    def view(self, values: Tensor, axis: int) -> Tensor:
         """Their values, with the axis split into `count` and `size`; a view."""
         run = values.narrow(axis, self.first * GROUP, self.count * self.size)
         return torch.unflatten(run, axis, (self.count, self.size))

@@ -101,7 +101,7 @@ def _tell(spec: SpecFolder, files: list[StoredFile], young: int, *, done: bool) 
 
 def is_default(namespace: NamespaceFolder) -> bool:
     """Whether it is the namespace of those who name none."""
-    from kvcache_rag.stores.names import namespace_digest
+    from kvcache_rag.stores.object_names import namespace_digest
 
     return namespace.name == namespace_digest("")
 
@@ -109,7 +109,7 @@ def is_default(namespace: NamespaceFolder) -> bool:
 def chosen(arguments: argparse.Namespace) -> Iterator[NamespaceFolder]:
     """The namespaces that the arguments name: one, or all."""
     from kvcache_rag.stores.listing import namespaces
-    from kvcache_rag.stores.names import namespace_digest
+    from kvcache_rag.stores.object_names import namespace_digest
 
     name = arguments.namespace
     wanted = None if name is None else namespace_digest(name)

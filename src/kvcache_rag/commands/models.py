@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
     from kvcache_rag.settings import EngineSettings
 
-    settings = EngineSettings.of(arguments)
+    settings = EngineSettings.from_source(arguments)
     ready(settings)
     from kvcache_rag.models.pretrained import language_model
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(settings: EngineSettings) -> Any:
-    from kvcache_rag.models.names import chosen_adapter
+    from kvcache_rag.models.model_names import chosen_adapter
     from kvcache_rag.models.pretrained import load
 
     model, _, _ = load(

@@ -50,7 +50,7 @@ class Summary:
     sample: StoredFile | None = None
 
     @classmethod
-    def of(cls, spec: SpecFolder) -> Summary:
+    def from_spec(cls, spec: SpecFolder) -> Summary:
         """Count what lies in a spec's folder."""
         summary = cls()
         for leftover in spec.unfinished():
@@ -141,7 +141,7 @@ def _described(namespace: NamespaceFolder) -> dict[str, Any]:
         "quarantined_bytes": sum(file.nbytes for file in aside),
         "deleted": len(deleted),
         "deleted_bytes": sum(file.nbytes for file in deleted),
-        "specs": [_described_spec(spec, Summary.of(spec)) for spec in namespace.specs()],
+        "specs": [_described_spec(spec, Summary.from_spec(spec)) for spec in namespace.specs()],
     }
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_rag.errors import InvalidInputError, refuse
 from kvcache_rag.generation.joint import Combinations
-from kvcache_rag.generation.reading import ChunkReader, ToRead, fits, too_long
+from kvcache_rag.generation.reading import ChunkReader, ReadingTask, fits, too_long
 from kvcache_rag.policies.checks import why_not
-from kvcache_rag.policies.named import given_policy
+from kvcache_rag.policies.policy_registry import given_policy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.stitching.loader import ContextLoader
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.generation.policy_guard import PolicyGuard
     from kvcache_rag.generation.question import ChunkInput, Question
-    from kvcache_rag.generation.request import Planner, Request
+    from kvcache_rag.generation.request import Request, RequestBuilder
     from kvcache_rag.generation.runner import Runner
     from kvcache_rag.models.language import LanguageModel
     from kvcache_rag.policies.base import Scorer
@@ -51,7 +51,7 @@ class Bound:
 
     Attributes:
         runner: Answers requests; whoever uses it holds the model.
-        planner: Makes them.
+        request_builder: Makes them.
         tokenizer: As the app has it, which may change it.
         joint: Turns chunks into combinations; None for a model that keeps no keys and values.
         guard: Decides about policies.
@@ -59,21 +59,23 @@ class Bound:
     """
 
     runner: Runner
-    planner: Planner
+    request_builder: RequestBuilder
     tokenizer: Any
     joint: Combinations | None
     guard: PolicyGuard
     weights: Mapping[str, Any] | None
 
     @classmethod
-    def of(cls, runner: Runner, planner: Planner, tokenizer: Any, guard: PolicyGuard) -> Self:
-        """Bind a runner and a planner of the same renderer to each other."""
+    def from_parts(
+        cls, runner: Runner, request_builder: RequestBuilder, tokenizer: Any, guard: PolicyGuard
+    ) -> Self:
+        """Bind a runner and a request builder of the same renderer to each other."""
         loader, joint = runner.loader, None
         if loader is not None and loader.combinations is not None:
-            joint = Combinations(loader, loader.combinations, planner.window)
-        planner = replace(planner, prefiller=runner.prefiller)
+            joint = Combinations(loader, loader.combinations, request_builder.window)
+        request_builder = replace(request_builder, prefiller=runner.prefiller)
         weights = None if loader is None else runner.model.weights.identity
-        return cls(runner, planner, tokenizer, joint, guard, weights)
+        return cls(runner, request_builder, tokenizer, joint, guard, weights)
 
     @property
     def model(self) -> LanguageModel:
@@ -83,12 +85,12 @@ class Bound:
     @property
     def renderer(self) -> PromptRenderer:
         """Writes and tokenises prompts."""
-        return self.planner.renderer
+        return self.request_builder.renderer
 
     @property
     def prefiller(self) -> Prefiller | None:
         """Computes chunks; None for a model that keeps no keys and values."""
-        return self.planner.prefiller
+        return self.request_builder.prefiller
 
     @property
     def capturing(self) -> Prefiller:
@@ -139,8 +141,8 @@ class Bound:
             loader = loader_of(self.model, loader.prefiller.store, together, renderer)
         runner = old.over(renderer, loader, old.auxiliary)
         guard = self.guard.rebound(app_model, runner.prefiller, renderer)
-        planner = replace(self.planner, renderer=renderer)
-        return Bound.of(runner, planner, self.tokenizer, guard)
+        request_builder = replace(self.request_builder, renderer=renderer)
+        return Bound.from_parts(runner, request_builder, self.tokenizer, guard)
 
     def in_namespace(self, namespace: str, auxiliary: Scorer | None) -> Bound:
         """For another tenant: the same model, stores and settings, other chunks."""
@@ -149,8 +151,8 @@ class Bound:
             joint = loader.combinations and _moved(loader.combinations, renderer)
             loader = replace(_moved(loader, renderer), combinations=joint)
         runner = self.runner.over(renderer, loader, auxiliary)
-        planner = replace(self.planner, renderer=renderer)
-        return Bound.of(runner, planner, self.tokenizer, self.guard)
+        request_builder = replace(self.request_builder, renderer=renderer)
+        return Bound.from_parts(runner, request_builder, self.tokenizer, self.guard)
 
     # ------------------------------------------------------------------ what is asked
 
@@ -183,20 +185,20 @@ class Bound:
         request = replace(planned.request, started=started)
         return replace(planned, request=request, asked=replace(planned.asked, started=started))
 
-    def _readable(self, planned: Planned) -> ToRead | None:
+    def _readable(self, planned: Planned) -> ReadingTask | None:
         """What a request is read by; None if nobody says what is asked."""
         request = planned.request
         turns = (turn["content"] for turn in reversed(request.history) if turn["role"] == "user")
         asked = request.asked.strip() or next(turns, "").strip()
         if not asked:
             return None
-        chunks = self.planner.chunks(planned.question.chunks, any_length=True)
+        chunks = self.request_builder.chunks(planned.question.chunks, any_length=True)
         try:
-            return ToRead(self.renderer.asked_ids(asked), tuple(chunks))
+            return ReadingTask(self.renderer.asked_ids(asked), tuple(chunks))
         except InvalidInputError:  # it has no token of its own
             return None
 
-    def to_read(self, question: str, chunks: Sequence[ChunkInput]) -> ToRead:
+    def to_read(self, question: str, chunks: Sequence[ChunkInput]) -> ReadingTask:
         """Check, tokenise and address a question and the chunks that it is read behind.
 
         Raises:
@@ -206,9 +208,9 @@ class Bound:
         if not isinstance(question, str):
             raise InvalidInputError(f"the question must be a text, not {question!r:.80}")
         asked = self.renderer.asked_ids(question)
-        found = ToRead(asked, tuple(self.planner.chunks(chunks, any_length=True)))
+        found = ReadingTask(asked, tuple(self.request_builder.chunks(chunks, any_length=True)))
         for context in ([], *([chunk] for chunk in found.chunks)):
-            if not fits(context, asked, self.renderer, self.planner.window):
+            if not fits(context, asked, self.renderer, self.request_builder.window):
                 raise too_long(context, asked)
         return found
 
@@ -241,13 +243,13 @@ class Bound:
 
     def _planned(self, question: Question) -> Planned:
         if question.is_completion:
-            request = self.planner.completion(question.text, **question.options)
+            request = self.request_builder.completion(question.text, **question.options)
             return Planned(request, request, question)
         wanted = given_policy(question.options.get("policy")) or self.guard.policy
         policy, note = self.guard.gated(wanted, has_chunks=bool(question.chunks))
         options = {**question.options, "policy": policy}
-        planner = replace(self.planner, read=question.read)
-        asked = planner.request(question.text, question.chunks, **options)
+        request_builder = replace(self.request_builder, read=question.read)
+        asked = request_builder.request(question.text, question.chunks, **options)
         asked = self.guard.admitted(replace(asked, gate=note))
         if self.joint is None or not asked.policy.joint:
             return Planned(asked, asked, question)
@@ -268,7 +270,7 @@ def loader_of(
         combinations: Of chunks that were computed together; None for none.
         renderer: Of the tenant.
     """
-    prefiller = Prefiller.of(model, store, renderer.prefix_ids, renderer.namespace)
+    prefiller = Prefiller.from_model(model, store, renderer.prefix_ids, renderer.namespace)
     if prefiller is None:
         return None
     joint = None if combinations is None else loader_of(model, combinations, None, renderer)

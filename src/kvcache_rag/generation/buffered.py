@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.errors import CorruptChunkError
-from kvcache_rag.generation.context import Context, ContextRow, Filler
-from kvcache_rag.generation.prompt_memory import ALIGNMENT, Begun, LeftRow
+from kvcache_rag.generation.context import Context, ContextBuilder, ContextRow
+from kvcache_rag.generation.prompt_memory import ALIGNMENT, Continuation, FinishedRow
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.cache import buffer_cache, keep_states, remember
 from kvcache_rag.models.deferred.int8 import int8_refusal
@@ -77,7 +77,7 @@ class BufferContext(Context):
             self.buffer,
             [
                 # Without a token of an answer, its prompt may have been cancelled half computed.
-                LeftRow(beginning if answer else None, known[first:], width - row.shape.tokens)
+                FinishedRow(beginning if answer else None, known[first:], width - row.shape.tokens)
                 for beginning, answer, known, row in zip(
                     self.beginnings, answers, ids, self.rows, strict=True
                 )
@@ -133,7 +133,7 @@ class BufferContext(Context):
         ]
 
 
-class BufferFiller(Filler):
+class BufferContextBuilder(ContextBuilder):
     """Brings contexts into a buffer; with `rotation="deferred"` it tries the model out at once."""
 
     def __init__(self, *args: Any) -> None:
@@ -141,7 +141,7 @@ class BufferFiller(Filler):
         if self.rotation == "deferred":
             deferral_refusal(self.model)
 
-    def _fill(self, prompts: Sequence[Prompt]) -> Context:
+    def _build(self, prompts: Sequence[Prompt]) -> Context:
         why = self._why_copied(prompts)
         if not why:
             try:
@@ -167,8 +167,8 @@ class BufferFiller(Filler):
         ):
             return super().computed(rows, request)
         beginning = self._computed_beginning
-        begun = [self._begun(beginning, row.ids.tolist()) for row in rows]
-        buffer = self.memory.going_on(begun, [width - len(row.ids) for row in rows], tokens)
+        begun = [self._continuation(beginning, row.ids.tolist()) for row in rows]
+        buffer = self.memory.continue_from(begun, [width - len(row.ids) for row in rows], tokens)
         rows = [
             replace(row, continued=one.tokens if one else 0)
             for row, one in zip(rows, begun, strict=True)
@@ -195,7 +195,7 @@ class BufferFiller(Filler):
             return "beam search repeats and reorders rows"
         if self._reads_codes(prompts):
             return self._why_decoded(prompts)
-        codecs = [self.loader.of(prompt.chunks).prefiller.store.codec for prompt in prompts]
+        codecs = [self.loader.for_chunks(prompt.chunks).prefiller.store.codec for prompt in prompts]
         if any(codec.raw_keys for codec in codecs):
             return (
                 f"codec {codecs[0].name} keeps every key at position 0, and one angle turns one "
@@ -207,12 +207,12 @@ class BufferFiller(Filler):
 
     def _reads_codes(self, prompts: Sequence[Prompt]) -> bool:
         """Whether the chunks of a batch lie in a form that attention may read as it is."""
-        prefillers = [self.loader.of(prompt.chunks).prefiller for prompt in prompts]
+        prefillers = [self.loader.for_chunks(prompt.chunks).prefiller for prompt in prompts]
         return all(one.position == "raw" and one.store.codec.is_attended for one in prefillers)
 
     def _why_decoded(self, prompts: Sequence[Prompt]) -> str:
         """Why chunks that attention may read as they are, are decoded all the same, or ""."""
-        stores = [self.loader.of(prompt.chunks).prefiller.store for prompt in prompts]
+        stores = [self.loader.for_chunks(prompt.chunks).prefiller.store for prompt in prompts]
         if not all(store.gives_encoded for store in stores):
             return (
                 f"a tier of the store keeps chunks decoded; give it codec={stores[0].codec!r}, too"
@@ -230,7 +230,7 @@ class BufferFiller(Filler):
             codes = self.memory.codes(self._stored_bytes(prompts))
         rows = []
         for prompt in prompts:
-            policy, loader = prompt.policy, self.loader.of(prompt.chunks)
+            policy, loader = prompt.policy, self.loader.for_chunks(prompt.chunks)
             scheme, adjacent = policy.positions, policy.adjacent_query
             loaded = loader.hold(prompt.chunks, scheme, shared, adjacent=adjacent, codes=codes)
             rows.append(ContextRow(*self._joined(prompt, loaded), loaded, policy))
@@ -241,8 +241,8 @@ class BufferFiller(Filler):
             room = self.memory.room(len(rows), capacity)
             return BufferContext(self.model, rows, "deferred", buffer=room)
         behind: Beginning | None = (_DEFERRED, beginning)
-        begun = self._begun(behind, prompts[0].query)
-        buffer = self.memory.going_on([begun], [0], capacity)
+        begun = self._continuation(behind, prompts[0].query)
+        buffer = self.memory.continue_from([begun], [0], capacity)
         if rows[0].loaded.misses and not self._stores_as_computed(prompts[0]):
             behind = None  # what was computed now is rounded when it is loaded
         rows = [replace(rows[0], continued=begun.tokens if begun else 0)]
@@ -250,9 +250,9 @@ class BufferFiller(Filler):
             self.model, rows, "deferred", buffer=buffer, memory=self.memory, beginnings=[behind]
         )
 
-    def _begun(self, beginning: Beginning, ids: Sequence[int]) -> Begun | None:
+    def _continuation(self, beginning: Beginning, ids: Sequence[int]) -> Continuation | None:
         """Where a prompt goes on from; None if it begins anew."""
-        left = [Begun(one, one.alike(ids)) for one in self.memory.left(beginning)]
+        left = [Continuation(one, one.alike(ids)) for one in self.memory.left(beginning)]
         best = max(left, key=attrgetter("tokens"), default=None)
         return best if best and best.tokens else None
 
@@ -261,7 +261,7 @@ class BufferFiller(Filler):
         layout = self.loader.prefiller.layout
         chunks = {chunk.key: prompt for prompt in prompts for chunk in prompt.chunks}
         return sum(
-            self.loader.of(prompt.chunks).prefiller.store.codec.nbytes(layout, key.tokens)
+            self.loader.for_chunks(prompt.chunks).prefiller.store.codec.nbytes(layout, key.tokens)
             + _TENSORS * ALIGNMENT
             for key, prompt in chunks.items()
         )
@@ -276,7 +276,7 @@ class BufferFiller(Filler):
         is_left = len(prompts) == 1 or self.model.abilities.batch
         beginnings = [self._beginning(prompt) if is_left else None for prompt in prompts]
         begun = list(map(self._continued, prompts, beginnings))
-        buffer = self.memory.going_on(
+        buffer = self.memory.continue_from(
             [one and one[1] for one in begun], columns, width + request.max_new_tokens
         )
         rows: list[ContextRow] = []
@@ -302,15 +302,15 @@ class BufferFiller(Filler):
 
     def _continued(
         self, prompt: Prompt, beginning: Beginning | None
-    ) -> tuple[ContextRow, Begun] | None:
+    ) -> tuple[ContextRow, Continuation] | None:
         """A prompt that goes on from one of the last ones; None if it begins otherwise."""
         left = [] if beginning is None else self.memory.left(beginning)
         if not left:
             return None
         context = self._context_tokens(prompt)
         ids = (*left[0].ids[:context], *prompt.query)  # the contexts of all are the same
-        begun = self._begun(beginning, ids)
-        row = begun and self._row_going_on(prompt, begun.kept.ids, begun.tokens)
+        begun = self._continuation(beginning, ids)
+        row = begun and self._continued_row(prompt, begun.kept.ids, begun.tokens)
         return (row, begun) if row and begun else None
 
     def choose(self, prompt: Prompt) -> ContextRow:
@@ -323,7 +323,7 @@ class BufferFiller(Filler):
 
     def _stitched(self, prompt: Prompt, place: KVBuffer) -> ContextRow:
         """Load and stitch a context into a buffer of one row."""
-        policy, loader = prompt.policy, self.loader.of(prompt.chunks)
+        policy, loader = prompt.policy, self.loader.for_chunks(prompt.chunks)
         scheme, adjacent = policy.positions, policy.adjacent_query
         loaded = loader.load(place, prompt.chunks, scheme, adjacent=adjacent)
         ids, shape = self._joined(prompt, loaded)

@@ -1,7 +1,8 @@
 """The contexts of a batch of prompts: copied into one buffer, attended to in place, or computed.
 
-What a policy asks for is done by a `Filler`, in `buffered.py` or `cells.py`: load, stitch, choose
-tokens, compute them again.  Who runs the model sees a `Context` and never asks where it lies.
+What a policy asks for is done by a `ContextBuilder`, in `buffered.py` or llama.cpp's `contexts.py`:
+load, stitch, choose tokens, compute them again.  Who runs the model sees a `Context` and never asks
+where it lies.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class Prompt:
             then history and question.
         request: What the caller asked for.
         fresh: The chunks at the beginning of the query.
-        goes_on: Whether it may start behind what another prompt left of its query.
+        may_continue: Whether it may start behind what another prompt left of its query.
     """
 
     chunks: tuple[ContextChunk, ...]
     query: tuple[int, ...]
     request: Request
     fresh: tuple[ContextChunk, ...] = ()
-    goes_on: bool = True
+    may_continue: bool = True
 
     @property
     def fresh_tokens(self) -> int:
@@ -230,7 +231,7 @@ def checked_mode(mode: RotationMode) -> RotationMode:
     return mode
 
 
-class Filler(ABC):
+class ContextBuilder(ABC):
     """Brings the contexts of prompts for one engine.
 
     Attributes:
@@ -255,7 +256,7 @@ class Filler(ABC):
         self.model, self.tokenizer, self.loader = model, tokenizer, loader
         self.memory, self.auxiliary, self.rotation = memory, auxiliary, rotation
 
-    def fill(self, prompts: Sequence[Prompt]) -> Context:
+    def build(self, prompts: Sequence[Prompt]) -> Context:
         """Bring the contexts of a batch, of one or more prompts whose requests are alike.
 
         Raises:
@@ -264,10 +265,10 @@ class Filler(ABC):
             InvalidInputError: If the policy needs a scorer and there is none, or selects nonsense.
         """
         try:
-            return self._fill(prompts)
+            return self._build(prompts)
         except ChunkNotFoundError:
             # A reference has gone, or was not what it said: its text is what counts.
-            return self._fill(
+            return self._build(
                 [
                     replace(prompt, chunks=tuple(map(self.loader.from_text, prompt.chunks)))
                     for prompt in prompts
@@ -279,7 +280,7 @@ class Filler(ABC):
         return Context(self.model, rows)
 
     @abstractmethod
-    def _fill(self, prompts: Sequence[Prompt]) -> Context:
+    def _build(self, prompts: Sequence[Prompt]) -> Context:
         """`fill`, once."""
 
     # ------------------------------------------------------------------ prompts that go on
@@ -288,7 +289,7 @@ class Filler(ABC):
         """What the context of a prompt is made of; None if the next one cannot go on from it."""
         policy = prompt.policy
         if (
-            not prompt.goes_on
+            not prompt.may_continue
             or not policy.is_reuse
             or policy.scaling is not None
             or uses_beams(prompt.request.options)  # which repeat and reorder rows
@@ -311,7 +312,7 @@ class Filler(ABC):
         chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
         return len(self.loader.prefiller.prefix_ids) + chunks
 
-    def _row_going_on(self, prompt: Prompt, kept: Sequence[int], known: int) -> ContextRow | None:
+    def _continued_row(self, prompt: Prompt, kept: Sequence[int], known: int) -> ContextRow | None:
         """A prompt of which `known` ids are there already; None if they end before its query.
 
         Args:
@@ -322,7 +323,7 @@ class Filler(ABC):
         context, started = self._context_tokens(prompt), time.perf_counter()
         if known < context:
             return None
-        tiers = self.loader.of(prompt.chunks).tiers(prompt.chunks)
+        tiers = self.loader.for_chunks(prompt.chunks).tiers(prompt.chunks)
         if not all(tiers):  # deleted, or evicted: it is computed and stored again
             return None
         loaded = LoadedContext(
@@ -336,7 +337,7 @@ class Filler(ABC):
         return ContextRow(whole, shape, loaded, prompt.policy, continued=known - context)
 
     def _stores_as_computed(self, prompt: Prompt) -> bool:
-        return self.loader.of(prompt.chunks).prefiller.stores_as_computed
+        return self.loader.for_chunks(prompt.chunks).prefiller.stores_as_computed
 
     @abstractmethod
     def choose(self, prompt: Prompt) -> ContextRow:
@@ -344,7 +345,7 @@ class Filler(ABC):
 
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
         chunks = [chunk.key.tokens for chunk in prompt.chunks]
-        shape = StitchedPrompt.of(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
+        shape = StitchedPrompt.from_sizes(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
         return torch.tensor([*loaded.ids, *prompt.query]), shape  # (tokens,) int64
 
     def _scoring(

@@ -148,9 +148,9 @@ def explained(runner: Runner, asked: Request, request: Request) -> Explained:
     prefix = runner.renderer.prefix_ids
     ids = [*prefix, *(token for chunk in members for token in chunk.ids), *asked.query]
     runner.ensure_planned(request, len(ids))
-    shape = StitchedPrompt.of(len(prefix), list(map(len, members)), len(asked.query))
+    shape = StitchedPrompt.from_sizes(len(prefix), list(map(len, members)), len(asked.query))
     # As it is computed: chunks that the policy wants computed there are part of the query.
-    held = StitchedPrompt.of(len(prefix), list(map(len, brought)), len(prompt.query))
+    held = StitchedPrompt.from_sizes(len(prefix), list(map(len, brought)), len(prompt.query))
     named = zip(prompt.chunks, brought, strict=not joint)
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
@@ -186,9 +186,9 @@ def explained(runner: Runner, asked: Request, request: Request) -> Explained:
 
 def _choice(runner: Runner, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
     runner.ensure_possible(prompt)
-    if runner.filler is None or runner.is_full(prompt):
+    if runner.context_builder is None or runner.is_full(prompt):
         return _Choice(("",) * len(chunks), None)
-    tiers = runner.filler.loader.of(chunks).tiers(chunks)
+    tiers = runner.context_builder.loader.for_chunks(chunks).tiers(chunks)
     firsts = [
         chunk.key not in {earlier.key for earlier in chunks[:at]} for at, chunk in enumerate(chunks)
     ]
@@ -196,7 +196,7 @@ def _choice(runner: Runner, prompt: Prompt, chunks: tuple[ContextChunk, ...]) ->
     if prompt.policy.is_reuse:
         return _Choice(tiers, prefilled)
     try:
-        row = runner.filler.choose(replace(prompt, chunks=chunks))
+        row = runner.context_builder.choose(replace(prompt, chunks=chunks))
     except BaseException:
         runner.memory.forget()  # as when an answer fails
         raise

@@ -80,7 +80,7 @@ class BoundGate:
     stale: str = ""
 
     @classmethod
-    def of(
+    def from_gate(
         cls,
         setting: Gate | Verdict | str | os.PathLike[str],
         prefiller: Prefiller,

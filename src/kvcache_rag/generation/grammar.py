@@ -272,7 +272,7 @@ def _tokens(model: Any, tokenizer: Any) -> tuple[_Pieces, Any]:
     ends = stops if isinstance(stops, list) else [stops]
     library = _llguidance()
     # Its encoder's copy, which the app does not switch meanwhile.
-    pieces = _Pieces(TextEncoder.of(tokenizer), ends)
+    pieces = _Pieces(TextEncoder.for_tokenizer(tokenizer), ends)
     return pieces, library.LLTokenizer(library.TokenizerWrapper(pieces), eos_token=ends)
 
 
@@ -303,7 +303,7 @@ class _Pieces:
             self._special.update(filter(own.is_special_token, range(own.vocab_size)))
             self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
         self.special_token_ids = sorted(self._special)
-        self._readers = (read, encoder.encode_brought)
+        self._readers = (read, encoder.encode_untrusted)
         self._named = {
             piece: token
             for token, piece in enumerate(self.tokens)

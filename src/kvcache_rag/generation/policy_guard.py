@@ -48,7 +48,7 @@ class PolicyGuard:
     warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: Any, given: ReusePolicy | None, abilities: Abilities) -> PolicyGuard:
+    def from_model(cls, model: Any, given: ReusePolicy | None, abilities: Abilities) -> PolicyGuard:
         """What decides for a model whose adapters are as they are now.
 
         Args:

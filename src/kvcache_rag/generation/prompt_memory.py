@@ -65,7 +65,7 @@ def alike(known: Sequence[int], ids: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Continuation:
     """Where a prompt goes on from.
 
     Attributes:
@@ -78,7 +78,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class LeftRow:
+class FinishedRow:
     """What a row of a buffer holds when its prompt has been answered.
 
     Attributes:
@@ -93,7 +93,7 @@ class LeftRow:
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldBuffer:
     """A buffer, and the prompts in its rows."""
 
     buffer: KVBuffer
@@ -121,7 +121,7 @@ class PromptMemory:
             limit: Bytes; 0 lets no prompt go on from another one, and keeps one buffer, too.
         """
         self._model, self.limit = model, limit
-        self._held: list[_Held] = []  # the one that was used last at the end
+        self._held: list[_HeldBuffer] = []  # the one that was used last at the end
         self._codes: Tensor | None = None  # (nbytes,) uint8
 
     @property
@@ -136,11 +136,11 @@ class PromptMemory:
         while self._held and self._is_full(rows * layout.nbytes(rounded)):
             oldest = self._held.pop(0).buffer  # released before a new one is made
             if oldest.rows >= rows and oldest.capacity >= capacity:
-                self._held.append(_Held(oldest))
+                self._held.append(_HeldBuffer(oldest))
                 return oldest.narrowed(rows)
             del oldest
         made = KVBuffer.allocate(layout, rows, rounded, self._model.device)
-        self._held.append(_Held(made))
+        self._held.append(_HeldBuffer(made))
         return made
 
     def _is_full(self, nbytes: int) -> bool:
@@ -148,7 +148,7 @@ class PromptMemory:
             return True  # one buffer
         return sum(one.nbytes for one in self._held) + nbytes > self.limit
 
-    def leave(self, buffer: KVBuffer, rows: Sequence[LeftRow]) -> None:
+    def leave(self, buffer: KVBuffer, rows: Sequence[FinishedRow]) -> None:
         """Let other prompts go on from what lies in the buffer that was given last.
 
         Args:
@@ -171,8 +171,8 @@ class PromptMemory:
         every = chain.from_iterable(held.prompts for held in reversed(self._held))
         return [one for one in every if one.beginning == beginning]
 
-    def going_on(
-        self, begun: Sequence[Begun | None], columns: Sequence[int], room: int
+    def continue_from(
+        self, begun: Sequence[Continuation | None], columns: Sequence[int], room: int
     ) -> KVBuffer:
         """A buffer in which prompts stand side by side, each as far as another one had it.
 
@@ -199,7 +199,7 @@ class PromptMemory:
                 buffer.single(row, column).copy_first(one.kept.buffer, one.tokens)
         return buffer
 
-    def _stays(self, begun: Begun, room: int) -> bool:
+    def _stays(self, begun: Continuation, room: int) -> bool:
         lost = len(begun.kept.ids) - begun.tokens
         is_kept = bool(self.limit) and lost > begun.tokens // _LOST
         return begun.kept.buffer.capacity >= room and not is_kept
@@ -230,7 +230,7 @@ class PromptMemory:
         self._model.forget()
 
 
-def _readable(begun: Begun, written: KVBuffer) -> Begun:
+def _readable(begun: Continuation, written: KVBuffer) -> Continuation:
     """The same, from a copy if it lies in a buffer that is written to before it is read."""
     if begun.kept.memory is not written:
         return begun

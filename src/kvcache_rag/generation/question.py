@@ -36,7 +36,7 @@ ChunkInput: TypeAlias = "str | ChunkKey | StoredChunk"
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadingReport:
     """What the model said of chunks before it was decided which are answered from.
 
     Attributes:
@@ -77,7 +77,7 @@ class Question:
     Attributes:
         text: A question, or a text that is continued as it is.
         chunks: What it is answered from, best first.
-        options: Further arguments of `Planner.request`, or of `Planner.completion`.
+        options: Further arguments of `RequestBuilder.request`, or of `RequestBuilder.completion`.
         is_completion: Whether the text is continued.
         read: What the model said of the chunks, as far as a policy wanted to know.
     """
@@ -86,7 +86,7 @@ class Question:
     chunks: Sequence[ChunkInput] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     is_completion: bool = False
-    read: Read = field(default_factory=Read)
+    read: ReadingReport = field(default_factory=ReadingReport)
 
     def by_text(self) -> Question:
         """The same, with no reference that says how long a chunk is whose text is known."""

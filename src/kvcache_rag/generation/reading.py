@@ -18,7 +18,7 @@ import torch
 
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.generation.context import Prompt
-from kvcache_rag.generation.question import Read
+from kvcache_rag.generation.question import ReadingReport
 from kvcache_rag.generation.request import Request
 from kvcache_rag.models.language import StoppedError
 from kvcache_rag.policies import FullRecompute, Reuse
@@ -64,7 +64,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class ToRead:
+class ReadingTask:
     """A question, and the chunks that it is read behind.
 
     Attributes:
@@ -77,7 +77,7 @@ class ToRead:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _ContextLikelihoods:
     """What was read of contexts.
 
     Attributes:
@@ -98,7 +98,7 @@ class ChunkReader:
         """Read as a runner answers, in memory of its own: no prompt in a buffer is forgotten."""
         self._runner = runner.apart()
 
-    def read(self, wanted: ToRead, cancelled: threading.Event | None = None) -> Reading:
+    def read(self, wanted: ReadingTask, cancelled: threading.Event | None = None) -> Reading:
         """Read a question behind each chunk and behind none.
 
         Args:
@@ -129,8 +129,8 @@ class ChunkReader:
         return self._said(contexts, asked, None).likelihoods
 
     def further(
-        self, request: Request, wanted: ToRead | None, cancelled: threading.Event | None
-    ) -> Read:
+        self, request: Request, wanted: ReadingTask | None, cancelled: threading.Event | None
+    ) -> ReadingReport:
         """What was read for a request, and what it wants to know besides, as far as that is cheap.
 
         For a policy no more is read than `SHARE` of the tokens of a full prefill of all chunks,
@@ -148,13 +148,13 @@ class ChunkReader:
         """
         begun, before = time.perf_counter(), request.read
         contexts: dict[Numbers, Sequence[ContextChunk]] = {}
-        said = _Said()
+        said = _ContextLikelihoods()
         if wanted is not None:
             contexts = self._affordable(request, wanted)
             said = self._said([*contexts.values()], wanted.asked, cancelled)
         known = {**before.likelihoods, **dict.fromkeys(request.wants)}
         missed = {one.chunk: one for one in (*before.missed, *said.missed)}
-        return Read(
+        return ReadingReport(
             {**known, **dict(zip(contexts, said.likelihoods, strict=True))},
             before.chunks + sum(1 for numbers in contexts if len(numbers) == 1),
             before.tokens + said.tokens,
@@ -163,7 +163,7 @@ class ChunkReader:
         )
 
     def _affordable(
-        self, request: Request, wanted: ToRead
+        self, request: Request, wanted: ReadingTask
     ) -> dict[Numbers, Sequence[ContextChunk]]:
         """What of a request's wishes is read."""
         chunks, asked = wanted.chunks, wanted.asked
@@ -201,7 +201,7 @@ class ChunkReader:
         contexts: Sequence[Sequence[ContextChunk]],
         asked: AskedIds,
         cancelled: threading.Event | None,
-    ) -> _Said:
+    ) -> _ContextLikelihoods:
         """Read equal contexts once, and in an order of their own.
 
         So what is found does not depend on the order in which they are given.
@@ -217,7 +217,9 @@ class ChunkReader:
             found += self._read(rows, asked, cancelled)
         by_context = dict(zip(order, found, strict=True))
         tokens = sum(self._cost(known[one], asked) for one in order)
-        return _Said(tuple(by_context[_identity(one)] for one in contexts), missed, tokens)
+        return _ContextLikelihoods(
+            tuple(by_context[_identity(one)] for one in contexts), missed, tokens
+        )
 
     def _brought(
         self, chunks: Sequence[ContextChunk], cancelled: threading.Event | None

@@ -20,12 +20,12 @@ from kvcache_rag.errors import (
     check_list,
 )
 from kvcache_rag.generation.grammar import is_held
-from kvcache_rag.generation.question import Read, StoredChunk
+from kvcache_rag.generation.question import ReadingReport, StoredChunk
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.policies.base import Plan
-from kvcache_rag.policies.named import no_policy
+from kvcache_rag.policies.policy_registry import no_policy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.prompt.scores import ranking
@@ -121,7 +121,7 @@ class Request:
     wants: tuple[Numbers, ...] = ()
     none_below: float | None = None
     says_none: bool = False
-    read: Read = field(default_factory=Read)
+    read: ReadingReport = field(default_factory=ReadingReport)
 
     def by_full_prefill(self) -> Request:
         """The same, with everything computed."""
@@ -184,7 +184,7 @@ def listed_keys(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
 
 
 @dataclass(frozen=True)
-class Planner:
+class RequestBuilder:
     """Makes requests: the arguments checked, the chunks addressed, the prompts tokenised and split.
 
     Attributes:
@@ -204,7 +204,7 @@ class Planner:
     longest: int
     beyond: str
     none_below: float | None = None
-    read: Read = field(default_factory=Read)
+    read: ReadingReport = field(default_factory=ReadingReport)
 
     def request(
         self,
@@ -258,7 +258,7 @@ class Planner:
         asks = bool(turns) and turns[-1]["role"] == "tool"
         if not isinstance(question, str) or not (question.strip() or asks):
             raise InvalidInputError("the question is empty; ask something")
-        arguments = ChatArguments.of(tools, chat_template_kwargs)
+        arguments = ChatArguments.from_options(tools, chat_template_kwargs)
         if not isinstance(policy, ReusePolicy):
             raise no_policy(policy)
         if overflow not in ("error", "drop_lowest", "refine"):

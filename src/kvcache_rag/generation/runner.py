@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcache_rag.errors import refuse
 from kvcache_rag.generation.context import (
     Context,
+    ContextBuilder,
     ContextRow,
-    Filler,
     Prompt,
 )
 from kvcache_rag.generation.prompt_memory import PromptMemory
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.generation.context import RotationMode
-    from kvcache_rag.generation.question import Read
+    from kvcache_rag.generation.question import ReadingReport
     from kvcache_rag.generation.request import Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
@@ -56,7 +56,7 @@ class Runner:
     Attributes:
         memory: Of prompts.
         aside: Memory for what is read before an answer, so that no prompt is forgotten for it.
-        filler: Brings their contexts; None for a model that keeps no keys and values.
+        context_builder: Brings their contexts; None for a model that keeps no keys and values.
         watch: Is told when what was done; None while nobody wants to know.
     """
 
@@ -93,9 +93,9 @@ class Runner:
         self.memory = memory or PromptMemory(model)
         self.aside = aside or PromptMemory(model, 0)
         self.watch: AnswerWatch | None = None
-        self.filler: Filler | None = None
+        self.context_builder: ContextBuilder | None = None
         if loader is not None:
-            self.filler = _filler_of(model)(
+            self.context_builder = _context_builder_class(model)(
                 model, tokenizer, loader, self.memory, auxiliary, rotation
             )
 
@@ -138,7 +138,7 @@ class Runner:
         """Answer a request, round by round; only the last round is handed on as it comes."""
         if request.says_none:
             return _none_says(request, emit)
-        answer, begun = unsaid(request), request.started
+        answer, begun = cancelled_answer(request), request.started
         last = len(request.rounds) - 1
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
@@ -251,7 +251,7 @@ class Runner:
                 cancelled,
             )
         except StoppedError:
-            return [unsaid(prompt.request) for prompt in prompts]
+            return [cancelled_answer(prompt.request) for prompt in prompts]
 
     def logits(
         self,
@@ -282,7 +282,7 @@ class Runner:
                 )
             return logits.float().cpu()
 
-        alone = [replace(prompt, goes_on=False) for prompt in prompts]
+        alone = [replace(prompt, may_continue=False) for prompt in prompts]
         return self._over(alone, passed, cancelled)
 
     def _over(
@@ -298,7 +298,7 @@ class Runner:
         """
         try:
             with torch.inference_mode():
-                with self.model.heeding(cancelled):
+                with self.model.interruptible(cancelled):
                     context = self._context(prompts)
                 return run(context)
         except StoppedError:
@@ -318,12 +318,12 @@ class Runner:
         if not all(map(self.is_full, prompts)):
             for prompt in prompts:
                 self.ensure_possible(prompt)
-            if self.filler is not None:
-                return self.filler.fill(prompts)
+            if self.context_builder is not None:
+                return self.context_builder.build(prompts)
         rows = [self._plain(prompt) for prompt in prompts]
-        if self.filler is None:
+        if self.context_builder is None:
             return Context(self.model, rows)
-        return self.filler.computed(rows, prompts[0].request)
+        return self.context_builder.computed(rows, prompts[0].request)
 
     def ensure_planned(self, request: Request, tokens: int) -> None:
         """Raise `OtherLengthsError` if a prompt of so many tokens is not what was planned.
@@ -343,7 +343,7 @@ class Runner:
         # Of what a reference stands for, whatever it says of the length.
         tokens = len(context) - (0 if prompt.request.is_plain else len(self.renderer.prefix_ids))
         loaded = LoadedContext(tuple(context), prefilled_tokens=tokens)
-        return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.policy)
+        return ContextRow(ids, StitchedPrompt.from_sizes(0, [], len(ids)), loaded, prompt.policy)
 
     def _generated(
         self,
@@ -465,7 +465,7 @@ def _none_says(request: Request, emit: Emit | None) -> Answer:
 
 
 def _with_read(
-    costs: Mapping[str, Any], read: Read, prompt: Prompt | None = None
+    costs: Mapping[str, Any], read: ReadingReport, prompt: Prompt | None = None
 ) -> dict[str, Any]:
     """What a prompt cost, and with it chunks that were computed to be read before.
 
@@ -494,20 +494,20 @@ def _with_read(
     }
 
 
-def unsaid(request: Request) -> Answer:
+def cancelled_answer(request: Request) -> Answer:
     """An answer that was cancelled before anything of it was said."""
     metrics = Metrics(policy=repr(request.policy), gate=request.gate)
     return Answer("", metrics, finish_reason="length")
 
 
-def _filler_of(model: LanguageModel) -> type[Filler]:
+def _context_builder_class(model: LanguageModel) -> type[ContextBuilder]:
     """Who brings contexts for a model."""
-    own: type[Filler] | None = model.contexts()
+    own: type[ContextBuilder] | None = model.contexts()
     if own is not None:
         return own
-    from kvcache_rag.generation.buffered import BufferFiller  # it loads much
+    from kvcache_rag.generation.buffered import BufferContextBuilder  # it loads much
 
-    return BufferFiller
+    return BufferContextBuilder
 
 
 def _pushed(decoder: TextDecoder, ids: Sequence[int]) -> tuple[int, ...]:

@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.watch import Shown as Shown
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
     from kvcache_rag.models.generate import checked_generation as checked_generation
-    from kvcache_rag.models.names import check_spelling as check_spelling
-    from kvcache_rag.models.names import chosen_adapter as chosen_adapter
+    from kvcache_rag.models.model_names import check_spelling as check_spelling
+    from kvcache_rag.models.model_names import chosen_adapter as chosen_adapter
     from kvcache_rag.models.weight_formats import parameter_count as parameter_count
-    from kvcache_rag.policies.named import given_policy as given_policy
+    from kvcache_rag.policies.policy_registry import given_policy as given_policy
     from kvcache_rag.progress import dimmed as dimmed
     from kvcache_rag.progress import is_rich as is_rich
     from kvcache_rag.progress import plain as plain

@@ -1,7 +1,7 @@
 """What a framework asks of an engine: its messages, documents or nodes as one `Question`.
 
-A framework says what its own classes are (`SaidMessage`, `Source`).  Which documents are chunks,
-what stands behind them, and which of them an answer is told to be from is decided here.
+A framework says what its own classes are (`FrameworkMessage`, `Source`).  Which documents are
+chunks, what stands behind them, and which of them an answer is told to be from is decided here.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def as_chunks(
 
 # ---------------------------------------------------------------------- messages
 @dataclass(frozen=True)
-class SaidPart:
+class MessagePart:
     """A text of a message, or a document in it.
 
     Attributes:
@@ -188,7 +188,7 @@ class SaidPart:
 
 
 @dataclass(frozen=True)
-class SaidMessage:
+class FrameworkMessage:
     """A message of a framework.
 
     Attributes:
@@ -198,7 +198,7 @@ class SaidMessage:
     """
 
     role: str
-    parts: tuple[SaidPart, ...]
+    parts: tuple[MessagePart, ...]
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -246,7 +246,9 @@ class AskedMessages:
     asked: str = ""
 
     @classmethod
-    def of(cls, messages: Sequence[SaidMessage], *own: str, suffix: str = "") -> Self:
+    def from_messages(
+        cls, messages: Sequence[FrameworkMessage], *own: str, suffix: str = ""
+    ) -> Self:
         """Sort messages, oldest first.
 
         Args:
@@ -292,7 +294,7 @@ class AskedMessages:
         )
 
 
-def _step(numbered: tuple[int, SaidMessage]) -> int | None:
+def _step(numbered: tuple[int, FrameworkMessage]) -> int | None:
     """The documents that one call of a tool found, or one turn of the user brought, are a step."""
     number, message = numbered
     return number if message.role in _ALONE else None

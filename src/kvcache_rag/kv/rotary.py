@@ -136,7 +136,7 @@ class RotaryTable:
     sin: Tensor
 
     @classmethod
-    def of(cls, rotation: Rotation, cos: Tensor, sin: Tensor) -> RotaryTable:
+    def from_angles(cls, rotation: Rotation, cos: Tensor, sin: Tensor) -> RotaryTable:
         """The rotation by the angles of an `angle_table`, `(tokens, dim / 2)`."""
         signed = -sin if rotation.reverse else sin  # (tokens, dim / 2)
         # Of a pair (a, b), a becomes a cos - b sin and b becomes b cos + a sin.
@@ -219,7 +219,7 @@ def rotate_(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tenso
     The arithmetic is float32 with one rounding at the end.
     """
     if rotation.style != "none":
-        RotaryTable.of(rotation, cos, sin).rotate_into(keys, [keys])
+        RotaryTable.from_angles(rotation, cos, sin).rotate_into(keys, [keys])
     return keys
 
 

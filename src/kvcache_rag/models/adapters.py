@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name, expanded
-from kvcache_rag.prompt.named import template_of_model
+from kvcache_rag.prompt.known_templates import template_for_model
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def trained_for_blocks(model: Any) -> bool:
         config = getattr(model, "config", None)
         if hasattr(config, TRAINING):
             return _says_blocks(getattr(config, TRAINING))
-        return template_of_model(str(getattr(config, "_name_or_path", ""))) is not None
+        return template_for_model(str(getattr(config, "_name_or_path", ""))) is not None
     active = model.active_adapters
     names: list[str] = []
     # transformers' own models have a method of PEFT's name, which raises where PEFT put the
@@ -314,7 +314,7 @@ def merged(model: Any) -> Any:
 def compare_base(model: Any, folder: Path, name: str) -> None:
     """Warn once of a model that is not known to be the one on which an adapter was trained."""
     from kvcache_rag.models.gguf import file_digest
-    from kvcache_rag.models.names import SUFFIX
+    from kvcache_rag.models.model_names import SUFFIX
 
     base = AdapterBase.read(folder)
     if base is None or (str(folder), name) in _WARNED:

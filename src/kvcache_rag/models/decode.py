@@ -2,7 +2,7 @@
 
 `generate()` is the law: where it is asked for anything that is not written here, it runs instead
 (`models/generate.py`), and what comes from here is what it would say.  Of several guessed tokens
-(`models/drafts.py`) those stay that the model says itself.
+(`models/prompt_lookup.py`) those stay that the model says itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvcache_rag.models.cache import (
     stock_cache,
     takes_back,
 )
-from kvcache_rag.models.drafts import Drafts
 from kvcache_rag.models.language import StoppedError
+from kvcache_rag.models.prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
     import threading
@@ -173,8 +173,8 @@ def decode(
     if cache is None:
         cache = stock_cache(model.model.config)
     fresh = ids[:, held:]  # (1, tokens) that the next pass computes
-    course = _Course(cache, held)
-    drafts: Drafts | None = None
+    course = _CacheProgress(cache, held)
+    drafts: PromptLookup | None = None
     guessed: list[int] = []
     first_at = 0.0
     while True:
@@ -189,7 +189,7 @@ def decode(
         right = 0
         while right < len(guessed) and guessed[right] == tokens[right]:
             right += 1
-        course.took(fresh[0].tolist(), wrong=len(guessed) - right)
+        course.advance(fresh[0].tolist(), wrong=len(guessed) - right)
         first_at = first_at or time.perf_counter()
         for token in tokens[: right + 1]:
             said.append(token)
@@ -206,13 +206,13 @@ def decode(
         if passes == 1 and room:  # now that the first token is out
             drafts = _drafts(model, ids[0], cache, config, processors)
         if drafts is not None:
-            drafts.judged(len(guessed), right)
-            drafts.said(newest)
+            drafts.record_outcome(len(guessed), right)
+            drafts.extend(newest)
             guessed = drafts.guess(room)
         fresh = torch.tensor([[*course.again, said[-1], *guessed]])
 
 
-class _Course:
+class _CacheProgress:
     """How far a cache is, and how it goes back from a wrong guess.
 
     Keys and values of wrong tokens are dropped.  A recurrent layer goes back to where it was before
@@ -233,7 +233,7 @@ class _Course:
         if guessed and not self._before:
             self._before = remembered(self._cache)
 
-    def took(self, fresh: list[int], *, wrong: int) -> None:
+    def advance(self, fresh: list[int], *, wrong: int) -> None:
         """A pass took these tokens, of which the last ones were wrong guesses."""
         if wrong and self._before:
             rewind(self._cache, self._before, len(fresh))
@@ -251,12 +251,12 @@ def _drafts(
     cache: Any,
     config: GenerationConfig,
     processors: LogitsProcessorList,
-) -> Drafts | None:
+) -> PromptLookup | None:
     asked = config.prompt_lookup_num_tokens
     limit = LOOKUP if asked is None else int(asked)
     if not limit or processors or not takes_back(cache):
         return None
-    return Drafts(prompt, limit, model.row_cost)
+    return PromptLookup(prompt, limit, model.row_cost)
 
 
 def _chosen(

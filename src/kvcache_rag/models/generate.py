@@ -298,7 +298,7 @@ def generate(
     """
     if cache is None:
         cache = model.new_cache(mask, room=max_new_tokens, beams=beams(options))
-    with model.computing(), model.heeding(cancelled):
+    with model.computing(), model.interruptible(cancelled):
         return _generate(
             model, ids, mask, cache, max_new_tokens, tokenizer, options, emit, cancelled
         )

@@ -36,10 +36,11 @@ from kvcache_rag.models.cache import (
     own_class,
     remember,
 )
-from kvcache_rag.models.drafts import ROW_COST
+from kvcache_rag.models.eval_mode import eval_mode
 from kvcache_rag.models.language import Abilities, LanguageModel, StoppedError
+from kvcache_rag.models.longrope import settle_frequencies
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
-from kvcache_rag.models.regimes import settle_frequencies
+from kvcache_rag.models.prompt_lookup import ROW_COST
 from kvcache_rag.models.states import (
     RecurrentLayers,
     State,
@@ -47,7 +48,6 @@ from kvcache_rag.models.states import (
     measure_states,
     rest_of,
 )
-from kvcache_rag.models.undisturbed import undisturbed
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class TransformersModel(LanguageModel):
             return
         # Of a pass that is watched or weighed, what was asked for stands already.
         mine = nullcontext() if stands(self._packed) else standing(self._packed, packed)
-        with undisturbed(self.model), mine:
+        with eval_mode(self.model), mine:
             _HERE.model = self.model
             try:
                 yield
@@ -297,7 +297,7 @@ class TransformersModel(LanguageModel):
                 _HERE.model = before
 
     @contextmanager
-    def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
+    def interruptible(self, cancelled: threading.Event | None) -> Iterator[None]:
         """Let passes of this thread end before their next layer once an event is set."""
         layers = [] if cancelled is None else self._layers
         # What is compiled would be compiled anew with a hook, and again without.

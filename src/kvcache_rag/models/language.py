@@ -35,7 +35,7 @@ def lock_of(model: Any) -> threading.RLock:
 
 
 class StoppedError(Exception):
-    """A pass ended as nobody wants it any more (`LanguageModel.heeding`)."""
+    """A pass ended as nobody wants it any more (`LanguageModel.interruptible`)."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class LanguageModel(ABC):
         raise UnsupportedModelError(f"{self.config.model_type} takes no mask for each token")
 
     def contexts(self) -> type[Any] | None:
-        """The `generation.context.Filler` of memory of the model's own; None for our buffers."""
+        """The `ContextBuilder` of memory of the model's own; None for our buffers."""
         return None
 
     def taken(self, cache: Any) -> Any:
@@ -214,7 +214,7 @@ class LanguageModel(ABC):
             self._answering = 0
 
     @contextmanager
-    def heeding(self, cancelled: threading.Event | None) -> Iterator[None]:
+    def interruptible(self, cancelled: threading.Event | None) -> Iterator[None]:
         """Let passes raise `StoppedError` when an event is set, where they can."""
         yield
 

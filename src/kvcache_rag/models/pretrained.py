@@ -26,9 +26,9 @@ from kvcache_rag.models.adapters import (
 )
 from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
-from kvcache_rag.models.names import SUFFIX, chosen_adapter, reached, resolve
+from kvcache_rag.models.model_names import SUFFIX, chosen_adapter, offline_options, resolve
 from kvcache_rag.models.weight_formats import WeightFormat, check_weight_format, pack_weights
-from kvcache_rag.prompt.named import template_of_model
+from kvcache_rag.prompt.known_templates import template_for_model
 from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def load(
             adapter=adapter,
             weight_format=weight_format,
         )
-        return model, tokenizer, brought_template(name, adapter or NO_ADAPTER)
+        return model, tokenizer, bundled_template(name, adapter or NO_ADAPTER)
     _check_places(device, options.get("device_map"))
     check_weight_format(weight_format)
     resolved = resolve(name)
@@ -166,7 +166,7 @@ def load(
             model = merged(with_adapter(model, adapter, os.fspath(name)))
     pack_weights(model, weight_format)
     note_name(model, os.fspath(name))
-    return model, tokenizer, brought_template(resolved, adapter)
+    return model, tokenizer, bundled_template(resolved, adapter)
 
 
 def language_model(
@@ -257,7 +257,7 @@ def check_model(name: str, backend: str = TRANSFORMERS) -> None:
         return
     _check_folder(resolved, name, "")
     try:
-        transformers.AutoConfig.from_pretrained(resolved, **reached(resolved, {}))
+        transformers.AutoConfig.from_pretrained(resolved, **offline_options(resolved, {}))
     except Exception as error:  # as in `_plain`
         raise _unloaded("model", name, error) from error
 
@@ -275,7 +275,7 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
     return merged(with_adapter(model, folder, base)), tokenizer
 
 
-def brought_template(
+def bundled_template(
     name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
 ) -> PromptTemplate | None:
     """The prompt template that an adapter brings along in its folder, else its model, if any.
@@ -294,8 +294,8 @@ def brought_template(
     folder = place.parent if place.suffix == SUFFIX else place
     found = PromptTemplate.load(folder) if folder.is_dir() else None
     if found is None and is_adapter(folder):
-        return brought_template(base_of(folder), NO_ADAPTER)
-    return found or template_of_model(place)
+        return bundled_template(base_of(folder), NO_ADAPTER)
+    return found or template_for_model(place)
 
 
 def is_trained(name: str, options: dict[str, Any]) -> bool:
@@ -323,7 +323,7 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     place = resolve(name)
     with suppress(OSError, ValueError):
         return transformers.AutoConfig.from_pretrained(
-            place, **{**options, **reached(place, options)}
+            place, **{**options, **offline_options(place, options)}
         )
     return SimpleNamespace(_name_or_path=place)
 
@@ -333,7 +333,7 @@ def own_dtype(name: str) -> torch.dtype:
     resolved = resolve(name)
     if resolved.endswith(SUFFIX):
         return GgufHeader.read(Path(resolved)).dtype
-    dtype = transformers.AutoConfig.from_pretrained(resolved, **reached(resolved, {})).dtype
+    dtype = transformers.AutoConfig.from_pretrained(resolved, **offline_options(resolved, {})).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -359,7 +359,7 @@ def _plain(
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
-    options = {**options, **reached(path, options)}
+    options = {**options, **offline_options(path, options)}
     common = {key: options[key] for key in _HUB if key in options}
     own = tokenizer is None
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -412,7 +412,7 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
     try:
         if place.endswith(SUFFIX):
             return gguf_tokenizer(Path(place), options)
-        options = {**options, **reached(place, options, "tokenizer")}
+        options = {**options, **offline_options(place, options, "tokenizer")}
         return transformers.AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, KVCacheRagError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvcache_rag.kv.chunk import GroupLayout, StateLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, RotationStyle, angle_table, rotate_
-from kvcache_rag.models.regimes import is_long, original_length
+from kvcache_rag.models.longrope import is_long, original_length
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 PROBE_TOKENS = 12

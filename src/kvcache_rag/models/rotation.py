@@ -184,7 +184,7 @@ class KeysAndValues(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class KeyRotation:
     """How keys (and in MLA models, values) of a run of tokens get from where they stand to a place.
 
     Attributes:
@@ -194,7 +194,9 @@ class Move:
     slots: tuple[tuple[RotaryTable | None, RotaryTable | None], ...]
 
     @classmethod
-    def of(cls, layout: ModelLayout, old: Tensor, new: Tensor, device: torch.device) -> Move:
+    def from_positions(
+        cls, layout: ModelLayout, old: Tensor, new: Tensor, device: torch.device
+    ) -> KeyRotation:
         """The move of tokens standing at positions `old`, `(tokens,)`, to positions `new`.
 
         Raises:
@@ -211,7 +213,9 @@ class Move:
             if rotation.style == "none":
                 return None
             if rotation not in rotary_tables:
-                rotary_tables[rotation] = RotaryTable.of(rotation, *tables[rotation.frequency])
+                rotary_tables[rotation] = RotaryTable.from_angles(
+                    rotation, *tables[rotation.frequency]
+                )
             return rotary_tables[rotation]
 
         groups = layout.groups
@@ -222,9 +226,9 @@ class Move:
             )
         )
 
-    def narrow(self, start: int, stop: int) -> Move:
+    def narrow(self, start: int, stop: int) -> KeyRotation:
         """The move of the tokens `start..stop` alone."""
-        return Move(
+        return KeyRotation(
             tuple(
                 (key and key.narrow(start, stop), value and value.narrow(start, stop))
                 for key, value in self.slots
@@ -245,7 +249,7 @@ class Move:
                     rotated = slot[chosen]  # (layers, heads, tokens, width)
                     table.rotate_into(rotated, [rotated])
 
-    def bring(self, part: KeysAndValues, source: KeysAndValues) -> None:
+    def copy_rotated(self, part: KeysAndValues, source: KeysAndValues) -> None:
         """Copy `source` to `part` and rotate its keys, in one pass over the memory."""
         for index, slots in enumerate(self.slots):
             targets = (part.keys(index), part.values(index))
@@ -271,5 +275,7 @@ def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
     copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
     steps = torch.arange(len(copy))
     device = tensors[0][0].device
-    Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).rotate(copy)
+    KeyRotation.from_positions(layout, copy.start + steps, torch.zeros_like(steps), device).rotate(
+        copy
+    )
     return copy

@@ -102,7 +102,7 @@ class _Site:
     slot: int | str
     cache: type[Cache]
 
-    def behind(self, call: _Call, window: Tensor | None, state: Tensor) -> Tensor:
+    def behind(self, call: _ForwardArguments, window: Tensor | None, state: Tensor) -> Tensor:
         """The state behind the same inputs, from another one; `(rows, ...)`."""
         # What lies behind keys and values, where a site has some, is of no interest.
         layer = beside_state(TappedLayer)()
@@ -120,7 +120,7 @@ class _Site:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ForwardArguments:
     """The arguments of a module's forward pass."""
 
     args: tuple[Any, ...]
@@ -141,7 +141,7 @@ class _Transition:
     axes: tuple[int, ...] = ()
     residual: float = 0.0
 
-    def measured(self, site: _Site, call: _Call, before: State) -> Tensor:
+    def measured(self, site: _Site, call: _ForwardArguments, before: State) -> Tensor:
         """`A` of the inputs of a call, float32 or wider, by running the site again."""
         state = _there(before.state)
         large = _LARGE.get(state.dtype, _LARGE_ELSE)
@@ -201,7 +201,7 @@ def rest_of(
     return torch.eye(first.shape[-1], dtype=first.dtype, device=first.device).expand_as(first)
 
 
-def _fit(site: _Site, call: _Call, before: State, name: str) -> _Transition:
+def _fit(site: _Site, call: _ForwardArguments, before: State, name: str) -> _Transition:
     """Which form the transition over these inputs has.
 
     Raises:
@@ -303,7 +303,9 @@ class _Measuring:
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A single token takes another kernel.
         if self.site.layer not in self.found:
-            self._note(self.transition.measured(self.site, _Call(args, kwargs), self.before))
+            self._note(
+                self.transition.measured(self.site, _ForwardArguments(args, kwargs), self.before)
+            )
 
 
 @contextmanager
@@ -466,14 +468,14 @@ def _off(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
 
 def _watched_calls(
     sites: Sequence[_Site], run: Callable[[], Tensor]
-) -> tuple[Tensor, dict[int, _Call]]:
+) -> tuple[Tensor, dict[int, _ForwardArguments]]:
     """What a pass gives, and what it calls each site with."""
-    calls: dict[int, _Call] = {}
+    calls: dict[int, _ForwardArguments] = {}
     with ExitStack() as stack:
         for site in sites:
 
             def keep(args: Any, kwargs: Any, layer: int = site.layer) -> None:
-                calls[layer] = _Call(args, kwargs)
+                calls[layer] = _ForwardArguments(args, kwargs)
 
             stack.enter_context(_hooked(site.module, keep))
         return run(), calls
@@ -482,7 +484,7 @@ def _watched_calls(
 def _gives(
     recurrent: RecurrentLayers,
     first: Mapping[tuple[Any, ...], _Site],
-    calls: Mapping[int, _Call],
+    calls: Mapping[int, _ForwardArguments],
     before: Mapping[int, State],
     run: Callable[[], Tensor],
 ) -> set[int]:

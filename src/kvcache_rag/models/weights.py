@@ -6,7 +6,7 @@ tensors lie, at torch's count of writes to each (`_version`), at the switches of
 write through `.data` is seen by none of these, and has to be told of (`Engine.weights_changed`).
 
 What else changes the numbers of a pass is part of the name, too: hooks, a config that was changed,
-how torch multiplies float32.  What cannot be (`undisturbed.py`) is kept away from our passes.
+how torch multiplies float32.  What cannot be (`eval_mode.py`) is kept away from our passes.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class _State:
     kept: list[Any] = field(compare=False)
 
     @classmethod
-    def of(cls, model: Any) -> _State:
+    def from_model(cls, model: Any) -> _State:
         """The model as it is now."""
         weights: list[int] = []
         frequencies: list[int] = []
@@ -314,7 +314,7 @@ class Weights:
         self._is_written = self._is_told = False
         self._content: dict[str, Any] | None = None
         self._known: dict[str, dict[str, Any]] = {}  # by what is beside the weights
-        self._state = self._made = _State.of(model)
+        self._state = self._made = _State.from_model(model)
         self._frequencies = _frequencies(model)
         self._kinds = _kinds(model)
         self._numbers = _numbers(model)
@@ -327,7 +327,7 @@ class Weights:
     def are_unchanged(self) -> bool:
         """Whether nothing is seen to have changed since `follow`; reads no weights."""
         try:
-            return not self._is_told and _State.of(self._model) == self._state
+            return not self._is_told and _State.from_model(self._model) == self._state
         except RuntimeError:  # another thread is changing the model
             return False
 
@@ -343,7 +343,7 @@ class Weights:
                 changed, so that what was measured of it holds no longer; or as `unwrapped`.
         """
         with self._lock:
-            before, now = self._state, _State.of(self._model)
+            before, now = self._state, _State.from_model(self._model)
             if now.place != before.place:
                 raise InvalidInputError(
                     f"the model computed in {before.place[1]} on {before.place[0]} when its "

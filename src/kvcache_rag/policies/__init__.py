@@ -9,7 +9,7 @@ from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.policies.named import listed, policy_by_name
+from kvcache_rag.policies.policy_registry import policy_by_name, register
 from kvcache_rag.policies.prophetkv import ProphetKV
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "policy_by_name",
 ]
 
-POLICY_NAMES = listed(
+POLICY_NAMES = register(
     *(FullRecompute, Reuse, BestFew, BestLast, BestRead, ProphetKV, LegoLink, CacheBlend),
     *(CacheClip, Ape, Combination),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import AttentionScaling, PlainReuse
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
@@ -33,7 +33,9 @@ class Ape(PlainReuse):
     """
 
     name: ClassVar[str] = "ape"
-    _forms = (Form("ape[:TEMPERATURE,SCALE]", lambda words: Ape(*words.numbers(float, float))),)
+    _forms = (
+        PolicySyntax("ape[:TEMPERATURE,SCALE]", lambda words: Ape(*words.numbers(float, float))),
+    )
     temperature: float = 0.9
     scale: float = 0.9
     adjacent_query: bool = field(default=True, init=False, repr=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.checks import checked_count
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ class BestFew(PlainReuse):
     """
 
     name: ClassVar[str] = "bestfew"
-    _forms = (Form("bestfew[:COUNT]", lambda words: BestFew(*words.numbers(int))),)
+    _forms = (PolicySyntax("bestfew[:COUNT]", lambda words: BestFew(*words.numbers(int))),)
     count: int | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 from kvcache_rag.prompt.scores import ranking
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class BestLast(PlainReuse):
     """
 
     name: ClassVar[str] = "bestlast"
-    _forms = (Form("bestlast[:SHARE]", lambda words: BestLast(*words.numbers(float))),)
+    _forms = (PolicySyntax("bestlast[:SHARE]", lambda words: BestLast(*words.numbers(float))),)
     share: float = 0.2
     positions: PositionScheme = "reordered"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from kvcache_rag.policies.base import PlainReuse, Plan
 from kvcache_rag.policies.bestfew import MOST, few_of
 from kvcache_rag.policies.checks import checked_count
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 from kvcache_rag.policies.relevance import standardised
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BestRead(PlainReuse):
     """
 
     name: ClassVar[str] = "bestread"
-    _forms = (Form("bestread[:COUNT]", lambda words: BestRead(*words.numbers(int))),)
+    _forms = (PolicySyntax("bestread[:COUNT]", lambda words: BestRead(*words.numbers(int))),)
     count: int | None = None
 
     def __post_init__(self) -> None:

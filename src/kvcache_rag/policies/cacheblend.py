@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import RatioPolicy
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class CacheBlend(RatioPolicy):
 
     name: ClassVar[str] = "cacheblend"
     signal: ClassVar[Signal] = "deviation"
-    _forms = (Form("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
+    _forms = (PolicySyntax("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
     ratio: float = 0.15
     check_layer: int = 1
     positions: PositionScheme = "reordered"

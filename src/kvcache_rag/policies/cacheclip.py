@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import RatioPolicy, Scorer
 from kvcache_rag.policies.checks import checked_count, checked_positions, checked_ratio
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signal, Signals
-    from kvcache_rag.policies.named import Words
+    from kvcache_rag.policies.policy_registry import PolicyArguments
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
@@ -57,7 +57,9 @@ class CacheClip(RatioPolicy):
     name: ClassVar[str] = "cacheclip"
     signal: ClassVar[Signal] = "relevance"
     _forms = (
-        Form("cacheclip[:RATIO[,THRESHOLD or mean[,recomputed]]]", lambda words: _written(words)),
+        PolicySyntax(
+            "cacheclip[:RATIO[,THRESHOLD or mean[,recomputed]]]", lambda words: _written(words)
+        ),
     )
     auxiliary: Scorer | None = None
     ratio: float = 0.2
@@ -114,7 +116,7 @@ class CacheClip(RatioPolicy):
         return grouped(chosen, prompt, self.window, self.threshold)
 
 
-def _written(words: Words) -> CacheClip:
+def _written(words: PolicyArguments) -> CacheClip:
     """By ratio and threshold, where "mean" is no threshold; what stands last may be left out."""
     if len(words.values) > 3 or words.values[2:] not in ((), ("recomputed",)):
         raise words.refusal()

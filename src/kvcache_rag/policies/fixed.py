@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.policies.base import PlainReuse, ReusePolicy
 from kvcache_rag.policies.checks import checked_positions
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,8 @@ class Reuse(PlainReuse):
 
     name: ClassVar[str] = "reuse"
     _forms = (
-        Form("reuse", lambda words: Reuse(*words.numbers())),
-        Form("composite", lambda words: Reuse("composite", *words.numbers())),
+        PolicySyntax("reuse", lambda words: Reuse(*words.numbers())),
+        PolicySyntax("composite", lambda words: Reuse("composite", *words.numbers())),
     )
     positions: PositionScheme = "reordered"
 
@@ -42,7 +42,7 @@ class FullRecompute(ReusePolicy):
     """Compute everything: an ordinary prefill of the same token ids, the baseline."""
 
     name: ClassVar[str] = "full"
-    _forms = (Form("full", lambda words: FullRecompute(*words.numbers())),)
+    _forms = (PolicySyntax("full", lambda words: FullRecompute(*words.numbers())),)
 
     @property
     def is_full(self) -> bool:
@@ -67,5 +67,5 @@ class Combination(PlainReuse):
     """
 
     name: ClassVar[str] = "combination"
-    _forms = (Form("combination", lambda words: Combination(*words.numbers())),)
+    _forms = (PolicySyntax("combination", lambda words: Combination(*words.numbers())),)
     joint: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
 from kvcache_rag.policies.checks import checked_positions
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class LegoLink(ReusePolicy):
     """
 
     name: ClassVar[str] = "legolink"
-    _forms = (Form("legolink[:TOKENS]", lambda words: LegoLink(*words.numbers(int))),)
+    _forms = (PolicySyntax("legolink[:TOKENS]", lambda words: LegoLink(*words.numbers(int))),)
     tokens: int = 16
     positions: PositionScheme = "reordered"
 

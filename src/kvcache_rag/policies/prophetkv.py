@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcache_rag.policies.base import RatioPolicy
 from kvcache_rag.policies.checks import checked_positions, checked_ratio
-from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.policy_registry import PolicySyntax
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
@@ -30,7 +30,7 @@ class ProphetKV(RatioPolicy):
 
     name: ClassVar[str] = "prophetkv"
     signal: ClassVar[Signal] = "attention"
-    _forms = (Form("prophetkv[:RATIO]", lambda words: ProphetKV(*words.numbers(float))),)
+    _forms = (PolicySyntax("prophetkv[:RATIO]", lambda words: ProphetKV(*words.numbers(float))),)
     ratio: float = 0.2
     positions: PositionScheme = "reordered"
 

@@ -96,7 +96,7 @@ class Retrieved:
     @cached_property
     def _words(self) -> _Words:
         is_known = self.question and all(self.texts)
-        return _Words.of(self.question if is_known else "", self.texts)
+        return _Words.from_texts(self.question if is_known else "", self.texts)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class _Words:
     known: float
 
     @classmethod
-    def of(cls, question: str, texts: Sequence[str]) -> _Words:
+    def from_texts(cls, question: str, texts: Sequence[str]) -> _Words:
         asked = dict.fromkeys(_terms(question))
         counts, lengths = [], []
         for text in texts if asked else [""] * len(texts):

@@ -39,7 +39,7 @@ def token_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
         ids: Its ids.
     """
     if isinstance(text, Composed) or getattr(tokenizer, "is_fast", False):
-        encoder = TextEncoder.known.get(tokenizer) or TextEncoder.of(tokenizer)
+        encoder = TextEncoder.known.get(tokenizer) or TextEncoder.for_tokenizer(tokenizer)
         found = encoder.encode_with_offsets(text)
         if found is not None and list(found[0]) == list(ids):
             return found[1]

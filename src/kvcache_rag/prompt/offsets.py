@@ -47,7 +47,7 @@ def chunk_offsets(
         text: The chunk's own text.
         ids: Of the wrapped chunk.
     """
-    written = written_chunk(TextEncoder.of(tokenizer), template, text)
+    written = written_chunk(TextEncoder.for_tokenizer(tokenizer), template, text)
     spans = token_offsets(tokenizer, written, ids)
     return within(spans, len(template.chunk_start), len(text))
 

@@ -160,7 +160,7 @@ class PromptRenderer:
         """Find where the chunks stand in the chat template, and pin a date it prints."""
         self.template = template
         self._given = tokenizer
-        self.encoder = TextEncoder.of(tokenizer)
+        self.encoder = TextEncoder.for_tokenizer(tokenizer)
         self._tokenizer = tokenizer = self.encoder.tokenizer
         self._arguments: dict[str, Any] = dict(template.chat_template_kwargs)
         if template.chat_template:
@@ -397,7 +397,7 @@ class PromptRenderer:
         """Ids of a text that stands alone, all of it brought."""
         if self.template.special_tokens == "allow":
             return tuple(self.encoder.encode(text))
-        return tuple(self.encoder.encode_brought(text))
+        return tuple(self.encoder.encode_untrusted(text))
 
     def document_ids(self, text: str) -> tuple[int, ...]:
         """The same as a whole prompt."""

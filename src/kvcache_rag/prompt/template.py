@@ -181,7 +181,7 @@ class ChatArguments:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         tools: Sequence[Mapping[str, Any]] | None,
         values: Mapping[str, Any] | None,

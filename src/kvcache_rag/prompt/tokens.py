@@ -114,11 +114,11 @@ class TextEncoder:
         self._normalize = _normalizer(tokenizer, self._control.values())
         self._finders: dict[frozenset[Seam], Finder] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._separate = _Separate.of(backend, self._control) if self._control else None
+        self._separate = _Separate.from_backend(backend, self._control) if self._control else None
         _remember_no_words(backend)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TextEncoder:
+    def for_tokenizer(cls, tokenizer: Any) -> TextEncoder:
         """The encoder of a tokenizer, or of an encoder's copy.
 
         It is made once for as long as the tokenizer lives, and anew when that has been changed.
@@ -200,7 +200,7 @@ class TextEncoder:
         )
         return plain["input_ids"], plain["offset_mapping"]
 
-    def encode_brought(self, text: str) -> list[int]:
+    def encode_untrusted(self, text: str) -> list[int]:
         """Ids of a text that stands alone, all of it brought: a document, an answer.
 
         Raises:
@@ -290,7 +290,7 @@ class _Separate:
         self._ids = ids  # by those of `backend`, where these differ
 
     @classmethod
-    def of(cls, backend: Any, control: Mapping[int, Any]) -> _Separate | None:
+    def from_backend(cls, backend: Any, control: Mapping[int, Any]) -> _Separate | None:
         """A second backend; None if there can be none, or it would not read a text alike."""
         nonce = secrets.token_hex(16)
         names = {id_: f"\ue000{nonce}:{id_}\ue001" for id_ in control}

@@ -116,7 +116,7 @@ class ContextLoader:
     combinations: ContextLoader | None = None
     unusable: dict[ChunkKey, type[ChunkNotFoundError]] = field(default_factory=dict)
 
-    def of(self, chunks: Iterable[ContextChunk]) -> ContextLoader:
+    def for_chunks(self, chunks: Iterable[ContextChunk]) -> ContextLoader:
         """Who loads these chunks of one prompt: combinations have a loader of their own."""
         if self.combinations is not None and any(chunk.is_joint for chunk in chunks):
             return self.combinations

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.deferred.segments import Segment
-from kvcache_rag.models.rotation import Move
+from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stores.device import deliver, device_of, in_main_memory, lies_in
 
@@ -67,7 +67,7 @@ class StitchedPrompt:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, prefix: int, chunks: Sequence[int], query: int) -> StitchedPrompt:
+    def from_sizes(cls, prefix: int, chunks: Sequence[int], query: int) -> StitchedPrompt:
         """The prompt with these numbers of tokens."""
         spans = [Span("prefix", 0, prefix)]
         for tokens in chunks:
@@ -204,7 +204,7 @@ def _place(
     deliver(chunks, places, lambda: _rotate_runs(layout, places, ways))
 
 
-def _bring(chunk: ChunkKV, place: ChunkKV, move: Move | None) -> None:
+def _bring(chunk: ChunkKV, place: ChunkKV, move: KeyRotation | None) -> None:
     is_there = lies_in(chunk, place)
     if move is None:
         if not is_there:
@@ -212,12 +212,12 @@ def _bring(chunk: ChunkKV, place: ChunkKV, move: Move | None) -> None:
     elif is_there:
         move.rotate(place)
     else:
-        move.bring(place, chunk)
+        move.copy_rotated(place, chunk)
 
 
-def moves_of(
+def key_rotations(
     layout: ModelLayout, segments: Sequence[Segment], stored: StoredPosition, device: torch.device
-) -> list[Move | None]:
+) -> list[KeyRotation | None]:
     """How the keys of each segment get to their positions, None for one that stays.
 
     Raises:
@@ -237,14 +237,14 @@ def _way(segment: Segment, stored: StoredPosition) -> tuple[Tensor, Tensor] | No
 
 def _moves(
     layout: ModelLayout, ways: Sequence[tuple[Tensor, Tensor] | None], device: torch.device
-) -> list[Move | None]:
+) -> list[KeyRotation | None]:
     """How each segment gets to its place, None for one that stays."""
     moving = [one for one in ways if one is not None]
     if not moving:
         return [None] * len(ways)
     old, new = (torch.cat(one) for one in zip(*moving, strict=True))  # (moving tokens,) each
-    whole = Move.of(layout, old, new, device)  # one table for all
-    moves: list[Move | None] = []
+    whole = KeyRotation.from_positions(layout, old, new, device)  # one table for all
+    moves: list[KeyRotation | None] = []
     first = 0  # counts the tokens that move: those that stay are not in the table
     for one in ways:
         stop = first + (0 if one is None else len(one[0]))
@@ -266,7 +266,7 @@ def _rotate_runs(
         # (tokens of the run,) each
         old, new = (torch.cat(one) for one in zip(*(way for _, way in members), strict=True))
         joined = _joined([place for place, _ in members])
-        Move.of(layout, old, new, device_of(joined)).rotate(joined)
+        KeyRotation.from_positions(layout, old, new, device_of(joined)).rotate(joined)
 
 
 def _joined(places: Sequence[ChunkKV]) -> ChunkKV:

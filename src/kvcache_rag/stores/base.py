@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from kvcache_rag.codecs import Codec, EncodedChunk, Native
-from kvcache_rag.codecs.named import codec_of
+from kvcache_rag.codecs.codec_registry import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,

@@ -14,7 +14,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from kvcache_rag.stores.names import SUFFIX
+from kvcache_rag.stores.object_names import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import filesystem as fs
 from kvcache_rag.stores.bytes import GENERATION, ByteStore, Entry
 from kvcache_rag.stores.locks import hold_file
-from kvcache_rag.stores.names import SUFFIX
+from kvcache_rag.stores.object_names import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -16,7 +16,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, check_name
-from kvcache_rag.stores import names
+from kvcache_rag.stores import object_names
 from kvcache_rag.stores.folder import DELETED, QUARANTINE
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Limits:
     ttl: float | None = None
     temp_age: float = 3600.0
 
-    def of(self, namespace: str) -> int | None:
+    def quota_for(self, namespace: str) -> int | None:
         """Bytes that one namespace may hold, None for no limit of its own."""
         quota = self.quota.get(namespace) if isinstance(self.quota, Mapping) else self.quota
         if self.namespace is None or self.max_bytes is None:
@@ -83,7 +83,7 @@ class Limits:
 
     def too_large(self, namespace: str, nbytes: int) -> str:
         """Which limit a single chunk exceeds, "" for none."""
-        for name, limit in (("max_bytes", self.max_bytes), ("quota", self.of(namespace))):
+        for name, limit in (("max_bytes", self.max_bytes), ("quota", self.quota_for(namespace))):
             if limit is not None and nbytes > limit:
                 return f"a file of {nbytes} bytes exceeds {name}={limit}"
         return ""
@@ -94,7 +94,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """What was found and done.
 
     Attributes:
@@ -114,7 +114,7 @@ class Swept:
         return self.fixed + sum(size for _, size, _ in self.kept)
 
     @classmethod
-    def joined(cls, parts: Iterable[Swept]) -> Swept:
+    def joined(cls, parts: Iterable[SweepResult]) -> SweepResult:
         """Several as one."""
         parts = [*parts]
         kept = [entry for part in parts for entry in part.kept]
@@ -129,10 +129,10 @@ class Sweeper:
         self._place, self._limits = place, limits
         own = limits.namespace
         known = limits.quota if isinstance(limits.quota, Mapping) else ()
-        self._own = None if own is None else names.namespace_digest(own)
+        self._own = None if own is None else object_names.namespace_digest(own)
         # A list of everything says digests, not namespaces.
         self._quotas = {
-            names.namespace_digest(name): limits.of(name)
+            object_names.namespace_digest(name): limits.quota_for(name)
             for name in ([*known] if own is None else [own])
         }
 
@@ -145,21 +145,21 @@ class Sweeper:
         Raises:
             OSError: If the place cannot say what it holds.
         """
-        own = self._own if namespace is None else names.namespace_digest(namespace)
+        own = self._own if namespace is None else object_names.namespace_digest(namespace)
         listed = self._place.list("" if own is None else f"{own}/")
         parts = [self._swept(digest, entries) for digest, entries in by_namespace(listed)]
         total = self._limits.total if namespace is None else None
-        return self._evicted(Swept.joined(parts), total).dropped
+        return self._evicted(SweepResult.joined(parts), total).dropped
 
-    def _swept(self, digest: str, entries: Iterable[Entry]) -> Swept:
+    def _swept(self, digest: str, entries: Iterable[Entry]) -> SweepResult:
         """Sweep one namespace, unless somebody is sweeping it."""
         every = None if isinstance(self._limits.quota, Mapping) else self._limits.quota
         with suppress(OSError), self._place.lock(f"{digest}/sweep", 0.0) as is_ours:
             if is_ours:
                 return self._evicted(self._looked(entries), self._quotas.get(digest, every))
-        return Swept(0, [])
+        return SweepResult(0, [])
 
-    def _looked(self, entries: Iterable[Entry]) -> Swept:
+    def _looked(self, entries: Iterable[Entry]) -> SweepResult:
         """Drop what is too old in one namespace, and find out how much there is."""
         dropped = fixed = 0
         kept: list[tuple[float, int, str]] = []
@@ -178,9 +178,9 @@ class Sweeper:
                 kept.append((written, entry.nbytes, entry.name))
             elif kind:
                 fixed += entry.nbytes
-        return Swept(dropped, kept, fixed)
+        return SweepResult(dropped, kept, fixed)
 
-    def _evicted(self, swept: Swept, limit: int | None) -> Swept:
+    def _evicted(self, swept: SweepResult, limit: int | None) -> SweepResult:
         """Drop the least recently used when there are more than `limit` bytes."""
         nbytes = swept.nbytes
         if limit is None or nbytes <= limit:
@@ -189,10 +189,10 @@ class Sweeper:
         for used, size, name in sorted(swept.kept):
             if nbytes > limit and self._dropped(name):
                 nbytes -= size
-                dropped += name.endswith(names.SUFFIX)
+                dropped += name.endswith(object_names.SUFFIX)
             else:
                 stay.append((used, size, name))
-        return Swept(dropped, stay, swept.fixed)
+        return SweepResult(dropped, stay, swept.fixed)
 
     def _dropped(self, name: str) -> bool:
         """Drop a name; whether it is gone now."""
@@ -209,7 +209,7 @@ class Sweeper:
         """
         dropped = 0
         for prefix, limit in (
-            (f"{names.namespace_digest(namespace)}/", self._limits.of(namespace)),
+            (f"{object_names.namespace_digest(namespace)}/", self._limits.quota_for(namespace)),
             ("", self._limits.total),
         ):
             if limit is not None:
@@ -223,11 +223,11 @@ class Sweeper:
         with self._place.lock(f"{prefix}sweep", PATIENCE) as is_ours:
             if not is_ours:
                 return False, 0
-            name, dropped = prefix + names.USED, 0
+            name, dropped = prefix + object_names.USED, 0
             used = self._used(name)
             if used is None or used + nbytes > limit:
                 groups = by_namespace(self._place.list(prefix))
-                swept = Swept.joined(self._looked(entries) for _, entries in groups)
+                swept = SweepResult.joined(self._looked(entries) for _, entries in groups)
                 swept = self._evicted(swept, limit - max(limit // _SHARE, nbytes))
                 used, dropped = swept.nbytes, swept.dropped
             is_room = used + nbytes <= limit
@@ -249,16 +249,16 @@ def by_namespace(entries: Iterable[Entry]) -> Iterable[tuple[str, Iterable[Entry
 def kind_of(name: str) -> str:
     """What a name is of: "chunk", "unfinished", "aside", "deleted", "manifest", "" for others."""
     rest = name.partition("/")[2]
-    if names.CHUNK.fullmatch(rest):
+    if object_names.CHUNK.fullmatch(rest):
         return "chunk"
-    if names.UNFINISHED.fullmatch(rest):
+    if object_names.UNFINISHED.fullmatch(rest):
         return "unfinished"
     first, _, last = rest.partition("/")
     if first.startswith(DELETED):
         return "deleted"
     if first == QUARANTINE and last:
         return "aside"
-    return "manifest" if last == names.MANIFEST else ""
+    return "manifest" if last == object_names.MANIFEST else ""
 
 
 def number(place: ByteStore, name: str) -> int | None:

@@ -14,7 +14,7 @@ from kvcache_rag.stores.bytes import Entry
 from kvcache_rag.stores.filesystem import READ, opened
 from kvcache_rag.stores.folder import QUARANTINE, Folder
 from kvcache_rag.stores.limits import kind_of
-from kvcache_rag.stores.names import MANIFEST, SUFFIX
+from kvcache_rag.stores.object_names import MANIFEST, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,7 +148,7 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What of a spec a person wants to know.
 
     Args:
-        spec: The dictionary that `spec_digest` is taken of, as `Prefiller.of` makes it.
+        spec: The dictionary that `spec_digest` is taken of, as `Prefiller.from_model` makes it.
         name: What the model was loaded as; of a folder only the last two parts are kept, since
             where it lies on one machine is nobody's business on another.
     """

@@ -31,7 +31,7 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import Home, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
-from kvcache_rag.stores.names import check_key
+from kvcache_rag.stores.object_names import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -17,7 +17,7 @@ from kvcache_rag.errors import InvalidInputError, check_settings
 from kvcache_rag.stores.bytes import GENERATION, ByteStore, Entry
 from kvcache_rag.stores.filesystem import temporary_path
 from kvcache_rag.stores.locks import ThreadLocks
-from kvcache_rag.stores.names import SUFFIX
+from kvcache_rag.stores.object_names import SUFFIX
 from kvcache_rag.stores.stored import StoredChunks
 from kvcache_rag.stores.transport import Transport
 

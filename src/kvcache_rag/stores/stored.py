@@ -21,7 +21,7 @@ from kvcache_rag.errors import (
     check_name,
 )
 from kvcache_rag.forks import new_lock
-from kvcache_rag.stores import names
+from kvcache_rag.stores import object_names
 from kvcache_rag.stores.base import (
     EncodedHit,
     Hit,
@@ -131,7 +131,7 @@ class StoredChunks(Tier):
     # ------------------------------------------------------------------ reading
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy where the place gives open files."""
-        spec = file_spec(names.check_key(key), layout, self._codec)
+        spec = file_spec(object_names.check_key(key), layout, self._codec)
         if out is not None:
             check_out(key, layout, out)
 
@@ -145,7 +145,7 @@ class StoredChunks(Tier):
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Read a chunk as it is."""
-        spec = file_spec(names.check_key(key), layout, self._codec)
+        spec = file_spec(object_names.check_key(key), layout, self._codec)
 
         def read(read: ReadV, size: int) -> Any:
             return read_encoded(read, size, key, layout, self._codec, self.signing_key, room)
@@ -252,7 +252,7 @@ class StoredChunks(Tier):
             self._counters.failed("the namespace was deleted meanwhile; it is not kept")
             return False
         self._counters.kept(self.tier, size)
-        self._describe_once(names.spec_name(key.namespace, key.spec))
+        self._describe_once(object_names.spec_name(key.namespace, key.spec))
         if self.ttl is not None:
             self._sweep_when_due(key.namespace)
         return True
@@ -272,13 +272,13 @@ class StoredChunks(Tier):
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
         """Note what `spec` stands for; it is written beside the first chunk that is put."""
         self._check_namespace(namespace)
-        self._described[names.spec_name(namespace, spec)] = description
+        self._described[object_names.spec_name(namespace, spec)] = description
 
     def _describe_once(self, spec: str) -> None:
         description = self._described.get(spec)
         if description is None:
             return
-        name = f"{spec}/{names.MANIFEST}"
+        name = f"{spec}/{object_names.MANIFEST}"
         with suppress(OSError, TypeError, ValueError):  # the last two: it is no JSON
             if not list(self.place.list(name)):
                 values = {**description, "created": int(time.time())}
@@ -349,11 +349,11 @@ class StoredChunks(Tier):
 
     def _folder(self, namespace: str) -> str:
         self._check_namespace(namespace)
-        return names.namespace_digest(namespace)
+        return object_names.namespace_digest(namespace)
 
     def _name(self, key: ChunkKey) -> str:
         self._check_namespace(key.namespace)
-        return names.chunk_name(key)
+        return object_names.chunk_name(key)
 
     # ------------------------------------------------------------------ the rest
     @contextmanager
@@ -362,7 +362,7 @@ class StoredChunks(Tier):
         stripes = set()
         for key in keys:
             self._check_namespace(key.namespace)
-            stripes.add(names.lock_name(key))
+            stripes.add(object_names.lock_name(key))
         held: set[str] = self._held.__dict__.setdefault("stripes", set())  # by this thread
         if held & stripes:
             raise InvalidInputError("locked() must not be nested: leave the first one before")

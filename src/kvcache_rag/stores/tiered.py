@@ -20,7 +20,7 @@ from kvcache_rag.stores.base import (
     next_generation,
 )
 from kvcache_rag.stores.memory import MemoryStore
-from kvcache_rag.stores.names import check_key
+from kvcache_rag.stores.object_names import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

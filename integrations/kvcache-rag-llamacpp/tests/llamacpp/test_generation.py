@@ -27,7 +27,7 @@ from kvcache_rag import (
 )
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models.decode import Decoded, decode
-from kvcache_rag.models.drafts import Drafts
+from kvcache_rag.models.prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
     from llamacpp.conftest import Files
@@ -222,8 +222,8 @@ def test_guesses_change_nothing(
         seen.append(decode(*values, **given))
         return seen[-1]
 
-    monkeypatch.setattr(Drafts, "guess", guess)
-    monkeypatch.setattr(Drafts, "judged", lambda *_: None)
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    monkeypatch.setattr(PromptLookup, "record_outcome", lambda *_: None)
     monkeypatch.setattr(generating, "decode", noted)
     assert engine.generate(QUESTION, TEXTS, **options).token_ids == plain
     assert seen[0].passes < 25

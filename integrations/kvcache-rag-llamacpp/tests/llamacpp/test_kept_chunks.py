@@ -33,7 +33,7 @@ from kvcache_rag.generation import StoredChunk
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag_llamacpp import model as llamacpp
 from kvcache_rag_llamacpp.binding import LlamaCpp
-from kvcache_rag_llamacpp.cells import FIRST
+from kvcache_rag_llamacpp.sequence_cache import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -292,7 +292,7 @@ def test_it_would_notice_other_cells(engine: Engine) -> None:
     engine.forget_buffer()
     reference = first_logits(engine, OTHER)
     asked(engine, QUESTION, TEXTS[::-1])
-    kept = engine._bound.runner.filler._kept
+    kept = engine._bound.runner.context_builder._kept
     texts_there = kept._beginning
     asked(engine, QUESTION)
     right = kept._beginning

@@ -16,10 +16,10 @@ from llamacpp.own import TYPES
 
 from kvcache_rag import BestFew, FullRecompute, LegoLink, Reuse
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.models.rotation import Move
+from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag_llamacpp.binding import LlamaCpp, LlamaCppError
-from kvcache_rag_llamacpp.state import MAGIC, StateForm, form_of
+from kvcache_rag_llamacpp.state import MAGIC, StateFormat, read_state_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llamacpp.conftest import Decoder, Files
     from llamacpp.own import Own
 
-    from kvcache_rag_llamacpp.state import CellState
+    from kvcache_rag_llamacpp.state import SequenceState
 
 IDS = [40, 41, 42, 43, 50, 60, 70]
 
@@ -37,12 +37,12 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def form(family: str, data: bytearray, dtype: str = "float32") -> StateForm:
+def form(family: str, data: bytearray, dtype: str = "float32") -> StateFormat:
     head = FAMILIES[family].head
-    return form_of(data, [[head], [head]], getattr(torch, dtype), TYPES[dtype])
+    return read_state_format(data, [[head], [head]], getattr(torch, dtype), TYPES[dtype])
 
 
-def rewritten(state: CellState) -> bytearray:
+def rewritten(state: SequenceState) -> bytearray:
     """The same keys and values, written anew."""
     again = state.form.write(state.positions(0))
     for group in range(len(state.parts)):
@@ -71,7 +71,7 @@ def test_what_is_read_and_written_is_the_same_bytes(
     assert alone.takes(again) == written
 
 
-def _with_sequences(data: bytearray, known: StateForm, sequence: int) -> bytearray:
+def _with_sequences(data: bytearray, known: StateFormat, sequence: int) -> bytearray:
     """A state whose cells say that they are of this sequence."""
     found, place = bytearray(data), 8
     state = known.read(data)
@@ -111,7 +111,7 @@ def test_layers_with_a_window_have_its_tokens_alone(files: Files, own: Decoder) 
 
 
 # ---------------------------------------------------------------------- other forms
-def _header(known: StateForm, cells: int) -> dict[str, list[int]]:
+def _header(known: StateFormat, cells: int) -> dict[str, list[int]]:
     """Where the numbers of a state stand that are no keys and values, by what they say."""
     places: dict[str, list[int]] = {"magic": [*range(4)], "sequence": [*range(4, 8)]}
 
@@ -171,7 +171,9 @@ def test_a_state_of_another_length_is_refused(family: str, files: Files, own: De
 def test_whatever_bytes_there_are_are_refused(data: bytes, is_begun: bool) -> None:
     begun = struct.pack("<IiII", MAGIC, 0, 1, 2) + struct.pack("<iIi", 0, 1, 0) * 2
     with pytest.raises(UnsupportedModelError):
-        form_of(bytearray((begun if is_begun else b"") + data), [[8], [8]], torch.float32, 0)
+        read_state_format(
+            bytearray((begun if is_begun else b"") + data), [[8], [8]], torch.float32, 0
+        )
 
 
 # ---------------------------------------------------------------------- a llama.cpp of another form
@@ -247,12 +249,12 @@ def test_chunks_that_are_not_what_is_computed_there_are_refused(
     """Law: what is brought elsewhere is compared with what llama.cpp computes there, at load."""
     assert not opened(files(family)).refusal
 
-    def mixed(self: Move, part: Any, source: Any) -> None:
+    def mixed(self: KeyRotation, part: Any, source: Any) -> None:
         for group in range(len(self.slots)):
             part.keys(group).copy_(source.values(group))
             part.values(group).copy_(source.keys(group))
 
-    monkeypatch.setattr(Move, "bring", mixed)
+    monkeypatch.setattr(KeyRotation, "copy_rotated", mixed)
     assert "is not what llama.cpp computes there" in opened(files(family)).refusal
 
     def refuse(self: LlamaCpp, sequence: int, state: bytearray) -> None:

@@ -24,7 +24,7 @@ from llamacpp.ggufs import FAMILIES, LENGTH, ORIGINAL
 
 from kvcache_rag import DiskStore, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.errors import ContextTooLongError
-from kvcache_rag.models.rotation import Move
+from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag_llamacpp.binding import LlamaCpp
 from kvcache_rag_llamacpp.model import LlamaCppModel
 
@@ -167,20 +167,24 @@ def _brought(
     """Chunks and their moves are exchanged before they are brought; None leaves one out."""
 
     def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
-        real = LlamaCppModel.bring
+        real = LlamaCppModel.append_chunk
 
         def bring(self: Any, sequence: int, segment: Any, move: Any, again: Any = None) -> None:
             if (changed := change(segment, move)) is not None:
                 real(self, sequence, *changed, again)
 
-        monkeypatch.setattr(LlamaCppModel, "bring", bring)
+        monkeypatch.setattr(LlamaCppModel, "append_chunk", bring)
 
     return mutate
 
 
 def _turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Move.of
-    monkeypatch.setattr(Move, "of", lambda layout, old, new, device: real(layout, new, old, device))
+    real = KeyRotation.from_positions
+    monkeypatch.setattr(
+        KeyRotation,
+        "from_positions",
+        lambda layout, old, new, device: real(layout, new, old, device),
+    )
 
 
 def _values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:

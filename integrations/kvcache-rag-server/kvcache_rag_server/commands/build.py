@@ -160,7 +160,7 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
     from kvcache_rag.models.adapters import lasting_adapter
     from kvcache_rag_server.corpus.worker import BuildSettings
 
-    said = BuildSettings.of(arguments)
+    said = BuildSettings.from_source(arguments)
     # Workers may stand in another folder.
     model = os.path.abspath(said.model) if said.model.endswith(".gguf") else said.model
     changes = {

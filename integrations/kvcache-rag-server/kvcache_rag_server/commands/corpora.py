@@ -38,7 +38,7 @@ class TextFiles:
 
     def items(self) -> Iterator[Item]:
         """The pieces, file by file; a file that cannot be read is an item with a problem."""
-        from kvcache_rag.models.names import resolve
+        from kvcache_rag.models.model_names import resolve
         from kvcache_rag.models.pretrained import load_tokenizer
 
         found = read_folder(self.folder)
@@ -58,7 +58,7 @@ def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
 
     A piece may have a token more or less when it is read alone: at its ends words are cut.
     """
-    ids = TextEncoder.of(tokenizer).encode_brought(text)
+    ids = TextEncoder.for_tokenizer(tokenizer).encode_untrusted(text)
     for start in range(0, max(1, len(ids) - overlap), size - overlap):
         piece = tokenizer.decode(ids[start : start + size])
         if piece.strip():
@@ -85,9 +85,9 @@ class ChromaRows:
         """The rows, a page at a time."""
         from kvcache_rag.integration import Rows
         from kvcache_rag.integration.rows import row_text
-        from kvcache_rag.models.pretrained import brought_template
+        from kvcache_rag.models.pretrained import bundled_template
 
-        brought = brought_template(self.settings.model, self.settings.adapter)
+        brought = bundled_template(self.settings.model, self.settings.adapter)
         text_of = row_text(self.form, self.settings.prompt_template(brought))
         collection = self.open()
         # The ids first: rows that come and go meanwhile do not shift the pages.

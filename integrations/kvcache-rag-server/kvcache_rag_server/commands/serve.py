@@ -148,7 +148,7 @@ def settings_of(arguments: argparse.Namespace) -> ServerSettings:
             raise MissingExtraError(package, "server")
     from kvcache_rag_server.settings import ServerSettings
 
-    return ServerSettings.of(arguments, file=arguments.config)
+    return ServerSettings.from_source(arguments, file=arguments.config)
 
 
 def _make_key(arguments: argparse.Namespace) -> int:

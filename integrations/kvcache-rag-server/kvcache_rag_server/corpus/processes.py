@@ -145,7 +145,7 @@ class Assignments:
             self._again.append(replace(assignment, deaths=deaths))
             return None
         (text,) = assignment.texts
-        failure = Failure.of(text, f"was left out: its worker died {deaths} times ({cause})")
+        failure = Failure.from_text(text, f"was left out: its worker died {deaths} times ({cause})")
         return BatchReport(indices=(text.index,), failures=(failure,))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag_server.corpus.processes import DEATHS_OF_A_TEXT, WorkersDiedError
-from kvcache_rag_server.corpus.texts import Reading, Text
+from kvcache_rag_server.corpus.texts import CorpusReader, Text
 from kvcache_rag_server.corpus.worker import BatchReport, Failure
 from kvcache_rag_server.ray_session import ray_session
 
@@ -53,7 +53,7 @@ class Reader:
 
     def __call__(self, _: Any) -> Iterator[Any]:
         """Tables of some texts at a time, and at the end what was met."""
-        reading = Reading(self.corpus)
+        reading = CorpusReader(self.corpus)
         texts: list[Text] = []
         for text in reading.texts():
             texts.append(text)
@@ -146,7 +146,7 @@ class RayCluster:
     cpus: int = 1
 
     def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
+        self, settings: BuildSettings, reading: CorpusReader, batch: int
     ) -> Generator[BatchReport, None, None]:
         """Build everything; reports come as they come.  Closing the iterator ends all actors.
 
@@ -191,7 +191,7 @@ class RayCluster:
         return max(1, self.cpus // self.workers)
 
     def _stream(
-        self, ray: Any, settings: BuildSettings, reading: Reading, batch: int
+        self, ray: Any, settings: BuildSettings, reading: CorpusReader, batch: int
     ) -> Iterator[BatchReport]:
         from ray.data import ActorPoolStrategy, DataContext
 
@@ -222,18 +222,18 @@ class RayCluster:
                 yield BatchReport.from_json(json.loads(row["report"]))
 
     def _rest(
-        self, ray: Any, settings: BuildSettings, reading: Reading, seen: bytearray
+        self, ray: Any, settings: BuildSettings, reading: CorpusReader, seen: bytearray
     ) -> Iterator[BatchReport]:
         """Build one by one what no report came of."""
-        again = Reading(reading.corpus)
-        lonely = _Lonely(ray, settings, self._options(ray, settings), self._threads)
+        again = CorpusReader(reading.corpus)
+        lonely = _SoleActor(ray, settings, self._options(ray, settings), self._threads)
         for text in again.texts():
             if text.index >= len(seen) or not seen[text.index]:
                 yield lonely.build(text)
         reading.take(again.counts())
 
 
-class _Lonely:
+class _SoleActor:
     """One actor that is replaced when it dies."""
 
     def __init__(
@@ -256,7 +256,7 @@ class _Lonely:
                 continue
             return report
         reason = f"was left out: its worker died {DEATHS_OF_A_TEXT} times ({cause})"
-        return BatchReport(indices=(text.index,), failures=(Failure.of(text, reason),))
+        return BatchReport(indices=(text.index,), failures=(Failure.from_text(text, reason),))
 
 
 def _mark(seen: bytearray, indices: tuple[int, ...]) -> None:

@@ -15,9 +15,9 @@ from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores import DiskStore
 from kvcache_rag.stores.filesystem import unlink
 from kvcache_rag.stores.listing import namespaces
-from kvcache_rag.stores.names import namespace_digest
+from kvcache_rag.stores.object_names import namespace_digest
 from kvcache_rag_server.corpus.processes import Processes
-from kvcache_rag_server.corpus.texts import NAMED, Reading, Text
+from kvcache_rag_server.corpus.texts import NAMED, CorpusReader, Text
 from kvcache_rag_server.corpus.worker import BatchReport, Worker
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Workers(Protocol):
     """Who computes."""
 
     def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
+        self, settings: BuildSettings, reading: CorpusReader, batch: int
     ) -> Generator[BatchReport, None, None]:
         """Build every text of a reading; closing the generator ends the workers.
 
@@ -53,7 +53,7 @@ class InProcess:
     """This process is the only worker."""
 
     def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
+        self, settings: BuildSettings, reading: CorpusReader, batch: int
     ) -> Generator[BatchReport, None, None]:
         """See `Workers`; the model is loaded when there is a text."""
         worker: Worker | None = None
@@ -75,7 +75,7 @@ class ProcessPool:
     devices: tuple[str, ...] = ()
 
     def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
+        self, settings: BuildSettings, reading: CorpusReader, batch: int
     ) -> Generator[BatchReport, None, None]:
         pool = Processes(settings, self.workers, self.devices)
         with closing(pool.run(batches(reading.texts(), batch))) as reports:
@@ -156,11 +156,11 @@ class Build:
     workers: Workers
     batch: int = 16
     tally: Tally = field(default_factory=Tally)
-    reading: Reading = field(init=False)
+    reading: CorpusReader = field(init=False)
     tidied: int = 0
 
     def __post_init__(self) -> None:
-        self.reading = Reading(self.corpus)
+        self.reading = CorpusReader(self.corpus)
 
     @property
     def is_whole(self) -> bool:

@@ -61,7 +61,7 @@ class Text:
 
 
 @dataclass
-class Reading:
+class CorpusReader:
     """One way through a corpus, and what was met on it.
 
     Attributes:

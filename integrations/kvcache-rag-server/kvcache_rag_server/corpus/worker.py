@@ -112,7 +112,7 @@ class Failure:
     reason: str
 
     @classmethod
-    def of(cls, text: Text, reason: str) -> Failure:
+    def from_text(cls, text: Text, reason: str) -> Failure:
         """Why `text` is not in the store."""
         return cls(text.index, text.name, reason)
 
@@ -207,7 +207,9 @@ class Worker:
         refused = after.put_failures + after.declined - before.put_failures - before.declined
         lost = self._lost(batch) if refused else set()
         reason = after.last_failure or "the store dropped it"
-        batch.failures += [Failure.of(batch.keys[key], f"was not kept: {reason}") for key in lost]
+        batch.failures += [
+            Failure.from_text(batch.keys[key], f"was not kept: {reason}") for key in lost
+        ]
         failed = {failure.index for failure in batch.failures}
         kept = [key for key, text in batch.keys.items() if text.index not in failed]
         fresh = [key for key in batch.missing if batch.keys[key].index not in failed]
@@ -242,7 +244,7 @@ class Worker:
             try:
                 (key,) = self.engine.keys([text.text])
             except KVCacheRagError as error:  # too long, or not for this tokenizer
-                batch.failures.append(Failure.of(text, str(error).removeprefix("chunk 0 ")))
+                batch.failures.append(Failure.from_text(text, str(error).removeprefix("chunk 0 ")))
                 continue
             if key in batch.keys:
                 continue  # other characters, the same tokens
@@ -259,7 +261,7 @@ class Worker:
             if len(keys) == 1:
                 message = " ".join(str(error).split())[:200]
                 reason = f"cannot be prefilled: {type(error).__name__}: {message}"
-                batch.failures.append(Failure.of(batch.keys[keys[0]], reason))
+                batch.failures.append(Failure.from_text(batch.keys[keys[0]], reason))
                 return
             for key in keys:
                 self._fill(batch, [key])

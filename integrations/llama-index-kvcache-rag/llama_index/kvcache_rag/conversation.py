@@ -58,7 +58,7 @@ class Wording:
     mismatches: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, turns: Sequence[Turn], engine: Engine) -> Wording:
+    def from_query(cls, turns: Sequence[Turn], engine: Engine) -> Wording:
         """Leave the wording to the engine's template; the last turn is the user's, and asks."""
         spoken, is_foreign = instructed(turns, engine.prefix_text, engine.template.system)
         is_asked = bool(spoken) and spoken[-1]["role"] == "user"
@@ -92,16 +92,16 @@ class Wording:
         """
         engine, split = llm.engine, split_template(template, llm, query, **variables)
         if split is None:
-            if cls.of([*turns, said("user", query)], engine) == cls(query):
+            if cls.from_query([*turns, said("user", query)], engine) == cls(query):
                 return None
             raise InvalidInputError(
                 "with a chat history or a system prompt, text_qa_template needs context_str once "
                 "and query_str behind it"
             )
         if split.matches(engine):
-            return cls.of([*turns, said("user", split.behind)], engine)
+            return cls.from_query([*turns, said("user", split.behind)], engine)
         asked = "\n\n".join(part for part in split if part.strip())
-        own = cls.of([*turns, said("user", asked)], engine)
+        own = cls.from_query([*turns, said("user", asked)], engine)
         return replace(own, mismatches=(*own.mismatches, _OTHER_TEMPLATE))
 
     @property

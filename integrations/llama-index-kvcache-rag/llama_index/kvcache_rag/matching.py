@@ -205,7 +205,7 @@ def _grounded(
     said = joined(one for one in turns if one["role"] != "system")
     if not said or said[-1]["role"] != "user":
         return None
-    unanswered, wording = said[-1]["content"], Wording.of(turns, engine)
+    unanswered, wording = said[-1]["content"], Wording.from_query(turns, engine)
     before, mark, behind = wording.question.partition(_CONTEXT)
     question = f"{before}{rest}{behind}".strip()
     if not mark or not question:

@@ -246,7 +246,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
     ) -> Task:
         llm, template, asked = self._kv_llm, self._template, f"{query}{self._told}"
         engine, turns = llm.engine, spoken_turns(self._messages)
-        wording = Wording.of([*turns, said("user", asked)], engine)
+        wording = Wording.from_query([*turns, said("user", asked)], engine)
         if template is not None:
             found = Wording.by(template, asked, turns, llm, **variables)
             if found is None:

@@ -31,8 +31,8 @@ from kvcache_rag.integration import (
 )
 from kvcache_rag.integration.question import (
     AskedMessages,
-    SaidMessage,
-    SaidPart,
+    FrameworkMessage,
+    MessagePart,
     answer_reader,
     take_choice,
     with_form,
@@ -108,7 +108,7 @@ def spoken(
     read = AskedMessages(())
     if has_tools:
         said = [_said(message, llm, nodes) for message in messages]
-        read = AskedMessages.of(said, engine.prefix_text, engine.template.system)
+        read = AskedMessages.from_messages(said, engine.prefix_text, engine.template.system)
         read = replace(read, sources=in_prompt(read.sources))
     form = forms.form(read.turns, choice, values, is_held=is_held)
     if form.is_fallback:
@@ -147,7 +147,7 @@ def _calls(message: ChatMessage) -> list[Turn]:
     ]
 
 
-def _said(message: ChatMessage, llm: LLMSettings, nodes: Mapping[str, Source]) -> SaidMessage:
+def _said(message: ChatMessage, llm: LLMSettings, nodes: Mapping[str, Source]) -> FrameworkMessage:
     one = turn(message)
     role, text = one["role"], one["content"]
     if message.role in _OF_TOOLS:
@@ -155,9 +155,9 @@ def _said(message: ChatMessage, llm: LLMSettings, nodes: Mapping[str, Source]) -
         within = tuple((text[each.start : each.end], source_of(each, nodes)) for each in found)
         named = {name: message.additional_kwargs.get(name) for name in ("name", "tool_call_id")}
         more = {name: value for name, value in named.items() if value is not None}
-        return SaidMessage("tool", (SaidPart(text, within=within),), more)
+        return FrameworkMessage("tool", (MessagePart(text, within=within),), more)
     calls = _calls(message)
-    return SaidMessage(role, (SaidPart(text),), {"tool_calls": calls} if calls else {})
+    return FrameworkMessage(role, (MessagePart(text),), {"tool_calls": calls} if calls else {})
 
 
 class Speaking:

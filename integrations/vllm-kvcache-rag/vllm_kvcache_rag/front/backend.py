@@ -19,7 +19,7 @@ from kvcache_rag.kv.chunk import digest, packed_ids
 from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.default import default_policy
-from kvcache_rag.policies.named import name_of
+from kvcache_rag.policies.policy_registry import name_of
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.backend import (
     BAD_REQUEST,
@@ -84,7 +84,7 @@ NO_ENGINE: Final = Failed(
 
 
 @dataclass
-class _Course:
+class _AnswerProgress:
     """How far an answer has come.
 
     Attributes:
@@ -197,7 +197,7 @@ class VLLMBackend:
         """Answer a request, event by event; see `Backend.answer`."""
         name = "cancelled"
         try:
-            async for event in self._answered(work, _Course(time.perf_counter())):
+            async for event in self._answered(work, _AnswerProgress(time.perf_counter())):
                 if isinstance(event, Finished | Failed):
                     name = "answered" if isinstance(event, Finished) else "failed"
                 yield event
@@ -207,7 +207,9 @@ class VLLMBackend:
         finally:
             self._counts[name] += 1
 
-    async def _answered(self, work: BackendRequest, course: _Course) -> AsyncGenerator[Event, None]:
+    async def _answered(
+        self, work: BackendRequest, course: _AnswerProgress
+    ) -> AsyncGenerator[Event, None]:
         if self._is_closed:
             yield SHUT_DOWN
             return
@@ -230,7 +232,7 @@ class VLLMBackend:
         return self._prompts.write(work, work.chunks)
 
     async def _from_any(
-        self, work: BackendRequest, written: WrittenPrompt, course: _Course
+        self, work: BackendRequest, written: WrittenPrompt, course: _AnswerProgress
     ) -> AsyncGenerator[Event, None]:
         """The answer of one server, or of the next where it is lost before its first token."""
         tried: set[str] = set()
@@ -282,7 +284,11 @@ class VLLMBackend:
                     self._free.notify()
 
     async def _from(
-        self, engine: EngineClient, work: BackendRequest, written: WrittenPrompt, course: _Course
+        self,
+        engine: EngineClient,
+        work: BackendRequest,
+        written: WrittenPrompt,
+        course: _AnswerProgress,
     ) -> AsyncGenerator[Event, None]:
         """The answer of one server."""
         if not written.policy.is_full and await self._law(engine):
@@ -317,7 +323,7 @@ class VLLMBackend:
             )
         )
 
-    def _note(self, part: Mapping[str, Any], course: _Course) -> None:
+    def _note(self, part: Mapping[str, Any], course: _AnswerProgress) -> None:
         for choice in part.get("choices", ()):
             course.finish = choice.get("finish_reason") or course.finish
         usage = part.get("usage")
@@ -355,7 +361,7 @@ class VLLMBackend:
         grant = self._key.issue(namespace, params.digest(ids))
         return {"kv_transfer_params": replace(params, grant=grant).body()}
 
-    def _metrics(self, written: WrittenPrompt, course: _Course) -> Metrics:
+    def _metrics(self, written: WrittenPrompt, course: _AnswerProgress) -> Metrics:
         context = written.context - written.prefix
         loaded = min(course.cached or 0, written.context) - written.prefix
         # What vLLM found of a full prefill's beginning is no chunk that was reused.
@@ -380,7 +386,7 @@ class VLLMBackend:
 
     # ------------------------------------------------------------------------------------- storing
     def _store_missing(
-        self, work: BackendRequest, written: WrittenPrompt, course: _Course, url: str
+        self, work: BackendRequest, written: WrittenPrompt, course: _AnswerProgress, url: str
     ) -> None:
         """Have chunks stored that a server had to compute, once each, when it has time."""
         if written.params is None or (course.cached or 0) >= written.context:

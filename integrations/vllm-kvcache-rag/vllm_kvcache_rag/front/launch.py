@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, RemoteServerError
-from kvcache_rag.models.pretrained import brought_template, is_trained, load_tokenizer, width_of
+from kvcache_rag.models.pretrained import bundled_template, is_trained, load_tokenizer, width_of
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.policies.default import default_policy
 from kvcache_rag.verdict import Gate
@@ -34,12 +34,12 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     Raises:
         InvalidInputError: If the servers cannot be reached, or serve models of other sizes.
     """
-    key = GrantKey.of(settings.backend_key)
+    key = GrantKey.from_file(settings.backend_key)
     options = {} if settings.revision is None else {"revision": settings.revision}
     tokenizer = load_tokenizer(settings.model, options)
     described = asyncio.run(_described(settings.base_url))
     window = min(settings.context_window or described.window, described.window)
-    template = settings.prompt_template(brought_template(settings.model))
+    template = settings.prompt_template(bundled_template(settings.model))
     policy = policy_by_name(settings.policy) if settings.policy else None
     if policy is None:
         trained = is_trained(settings.model, options)

@@ -49,7 +49,7 @@ class GrantKey:
         self._secret, self._clock = secret, clock
 
     @classmethod
-    def of(cls, file: str | os.PathLike[str] | None = None) -> GrantKey:
+    def from_file(cls, file: str | os.PathLike[str] | None = None) -> GrantKey:
         """The key in a file that its owner alone can read; without one, that of the environment.
 
         Raises:

@@ -54,7 +54,7 @@ class TransferParams:
         return self.prefix + sum(self.chunks)
 
     @classmethod
-    def of(cls, params: Mapping[str, Any] | None, tokens: int) -> Self | None:
+    def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> Self | None:
         """What a request's `kv_transfer_params` say; None if they say nothing to us.
 
         Args:

@@ -69,7 +69,7 @@ class DecoderShape:
     keys: int
 
     @classmethod
-    def of(cls, config: Any) -> Self:
+    def from_config(cls, config: Any) -> Self:
         """Read a transformers config; no memory is taken for the model's weights.
 
         Raises:

@@ -74,7 +74,7 @@ class Recurrence:
     null_curve: tuple[float, ...]
 
     @classmethod
-    def of(
+    def from_retrieved(
         cls,
         found: Sequence[NDArray[np.int64]],
         sizes: Mapping[str, Sequence[int]],

@@ -72,7 +72,7 @@ class SpeedPlan:
     rounds: int
 
     @classmethod
-    def of(
+    def from_engine(
         cls, engine: Engine, contexts: Sequence[int], *, chunk: int, tokens: int, rounds: int
     ) -> SpeedPlan:
         """The contexts that were asked for; of none, those of `CONTEXTS` that fit the model.
@@ -234,7 +234,7 @@ class SpeedBench:
     def shape(self) -> DecoderShape | None:
         """What operations follow from; None where the model's config does not say it."""
         try:
-            return DecoderShape.of(self._engine._adapter.config)
+            return DecoderShape.from_config(self._engine._adapter.config)
         except UnsupportedModelError:
             return None
 

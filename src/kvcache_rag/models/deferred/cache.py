@@ -72,7 +72,9 @@ class HeldSegments:
     callers: list[torch.nn.Module] | None = None
 
     @classmethod
-    def of(cls, table: SegmentTable, callers: list[torch.nn.Module] | None = None) -> HeldSegments:
+    def from_table(
+        cls, table: SegmentTable, callers: list[torch.nn.Module] | None = None
+    ) -> HeldSegments:
         """Hold the segments of a table."""
         chunks = {id(segment.chunk): segment.chunk for row in table.rows for segment in row}
         views = tuple(

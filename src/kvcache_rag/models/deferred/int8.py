@@ -57,7 +57,7 @@ class _Angles:
         self._lock = new_lock()
         self._tables: dict[Rotation, tuple[Tensor, Tensor]] = {}
 
-    def of(self, layout: ModelLayout, rotation: Rotation, stop: int) -> tuple[Tensor, Tensor]:
+    def up_to(self, layout: ModelLayout, rotation: Rotation, stop: int) -> tuple[Tensor, Tensor]:
         """Both `(stop or more, dim / 2)` float32, the sine with the sign of the rotation."""
         with self._lock:
             table = self._tables.get(rotation)
@@ -99,7 +99,7 @@ def _turned(
 ) -> tuple[Tensor, Tensor] | None:
     if rotation.style == "none":
         return None
-    cos, sin = _ANGLES.setdefault(layout, _Angles()).of(
+    cos, sin = _ANGLES.setdefault(layout, _Angles()).up_to(
         layout, rotation, segment.position + len(segment)
     )
     place = slice(segment.position, segment.position + len(segment))
@@ -128,7 +128,7 @@ class Int8Segments:
     callers: list[torch.nn.Module] | None = None
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         layout: ModelLayout,
         rows: Sequence[Sequence[Segment]],

@@ -94,7 +94,7 @@ class SegmentTable:
     keep: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         layout: ModelLayout,
         rows: Sequence[Sequence[Segment]],
@@ -151,7 +151,7 @@ def _angles(
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ChunkCall:
     """One chunk, attended to by the rotated queries of every row that sees it.
 
     Attributes:
@@ -186,7 +186,7 @@ class PassPlan:
         single_mask: Added to its scores, `(1, 1, queries, columns of segments and tail)`, or None.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ChunkCall, ...]
     sizes: list[int]
     rows: Tensor | None
     cos: Tensor
@@ -271,7 +271,7 @@ def make_plan(
         shape: Sizes of the pass.
         dtype: Of queries and masks.
     """
-    seen = _Seen.of(table, mask, shape, dtype)
+    seen = _Seen.from_mask(table, mask, shape, dtype)
     groups: dict[int, list[tuple[int, HeldSegment]]] = {}
     for row, segments in enumerate(table.rows):
         for segment in segments:
@@ -355,7 +355,7 @@ class _Seen:
     behind: Tensor | None
 
     @classmethod
-    def of(
+    def from_mask(
         cls, table: SegmentTable, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
     ) -> _Seen:
         device = table.angles[0][0].device
@@ -405,11 +405,11 @@ class _Seen:
         free, stop = self.free[row], segment.stop
         return free[stop] - free[segment.column] == len(segment)
 
-    def call(self, name: int, members: list[tuple[int, HeldSegment]], repeats: int) -> Call:
+    def call(self, name: int, members: list[tuple[int, HeldSegment]], repeats: int) -> ChunkCall:
         """One chunk, for all rows that see any of it."""
         tokens = len(members[0][1].chunk)
         if self.added is None or all(self._is_free(*member) for member in members):
-            return Call(name, 0, tokens, None)
+            return ChunkCall(name, 0, tokens, None)
         parts = [
             self.added[row, :, segment.column : segment.column + tokens] for row, segment in members
         ]
@@ -418,7 +418,7 @@ class _Seen:
         seen = shown.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
         start, stop = seen[0], seen[-1] + 1
         mask = torch.cat([part[:, start:stop].repeat(repeats, 1) for part in parts])
-        return Call(name, start, stop, mask[None, None])
+        return ChunkCall(name, start, stop, mask[None, None])
 
     def single(self) -> Tensor | None:
         """The mask of a row that sees all of its segments."""

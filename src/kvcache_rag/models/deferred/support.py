@@ -20,7 +20,7 @@ from kvcache_rag.models.deferred.attention import deferred_attention
 from kvcache_rag.models.deferred.cache import HeldSegments, awaited, deferred_cache
 from kvcache_rag.models.deferred.int8 import Int8Segments
 from kvcache_rag.models.deferred.segments import Segment, SegmentTable
-from kvcache_rag.models.rotation import Move
+from kvcache_rag.models.rotation import KeyRotation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,10 +80,10 @@ def segments_cache(
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
     if any(isinstance(segment.chunk, EncodedChunk) for row in rows for segment in row):
-        codes = Int8Segments.of(layout, rows, tail, keep)
+        codes = Int8Segments.from_rows(layout, rows, tail, keep)
         return deferred_cache(codes, layout.kinds, buffer, known)
-    table = SegmentTable.of(layout, rows, tail, keep)
-    return deferred_cache(HeldSegments.of(table), layout.kinds, buffer, known)
+    table = SegmentTable.from_rows(layout, rows, tail, keep)
+    return deferred_cache(HeldSegments.from_table(table), layout.kinds, buffer, known)
 
 
 def deferral_refusal(model: LanguageModel) -> str:
@@ -166,8 +166,8 @@ class _Probe:
     def _deferred(self) -> Any:
         first, second = self.chunks
         row = [Segment(first, 0, 0), Segment(second, _CHUNK, self.distance)]
-        table = SegmentTable.of(self.layout, [row], 2 * _CHUNK)
-        segments = HeldSegments.of(table, self.callers)
+        table = SegmentTable.from_rows(self.layout, [row], 2 * _CHUNK)
+        segments = HeldSegments.from_table(table, self.callers)
         return deferred_cache(segments, self.layout.kinds, self._buffer(_QUERY + 1))
 
     def _copied(self) -> Any:
@@ -179,7 +179,9 @@ class _Probe:
             if not number or not self.distance:
                 continue
             here = torch.arange(_CHUNK)
-            Move.of(self.layout, here, here + self.distance, self.model.device).rotate(view)
+            KeyRotation.from_positions(
+                self.layout, here, here + self.distance, self.model.device
+            ).rotate(view)
         return buffer_cache(buffer, self.layout.kinds, 2 * _CHUNK)
 
     def _buffer(self, tokens: int) -> KVBuffer:

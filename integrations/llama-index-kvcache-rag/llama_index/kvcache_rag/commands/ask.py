@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.question.strip():
         raise InvalidInputError("the question is empty; ask something")
-    opened = Opened.of(arguments)
+    opened = Opened.from_arguments(arguments)
     from llama_index.kvcache_rag import KVCacheQueryEngine
 
     engine = KVCacheQueryEngine.from_index(

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends; 1 if a piped question could not be answered."""
-    opened = Opened.of(arguments)
+    opened = Opened.from_arguments(arguments)
     from llama_index.kvcache_rag import KVCacheChatEngine
 
     condense = arguments.condense

@@ -36,10 +36,10 @@ PACKAGED: Final = "smollm2"
 
 def default_model() -> str:
     """`PACKAGED` where it is installed; else "", and one has to be named."""
-    from kvcache_rag.models import names
+    from kvcache_rag.models import model_names
 
     try:
-        distribution(names.PACKAGED[PACKAGED].package)
+        distribution(model_names.PACKAGED[PACKAGED].package)
     except PackageNotFoundError:
         return ""
     return PACKAGED
@@ -94,7 +94,7 @@ class Opened:
     index: VectorStoreIndex
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Opened:
+    def from_arguments(cls, arguments: argparse.Namespace) -> Opened:
         """Open what the arguments of `add_place` and `add_answering` say, and load the model.
 
         Another model than that of the chunks computes them for itself, and keeps nothing unless it
@@ -138,7 +138,7 @@ def nothing_in(collection: str) -> InvalidInputError:
 
 def begin(settings: Settings) -> None:
     """Refuse what can be refused before anything is loaded, then say that it begins."""
-    from kvcache_rag.models.names import check_there
+    from kvcache_rag.models.model_names import check_there
     from kvcache_rag.settings import EngineSettings
 
     names = ("minilm", "hash")
@@ -174,7 +174,7 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
     options = (*OF_MODELS, "kv_dir", "embed")
     said = {option: getattr(arguments, option) for option in options}
     given = {option: value for option, value in said.items() if value is not None}
-    found = Settings.of(collections[name], chroma)
+    found = Settings.from_collection(collections[name], chroma)
     if found is None:
         found = _unnoted(Settings(chroma=chroma, collection=name), given)
     found.check_embedding(given.get("embed", found.embed))
@@ -185,7 +185,11 @@ def _only(collections: dict[str, Any], chroma: str) -> str:
     """The name that `ingest` gives unless told, or else that of the one it gave."""
     if Settings.collection in collections:
         return Settings.collection
-    noted = [name for name, one in collections.items() if Settings.of(one, chroma) is not None]
+    noted = [
+        name
+        for name, one in collections.items()
+        if Settings.from_collection(one, chroma) is not None
+    ]
     if len(noted) > 1:
         names = ", ".join(sorted(noted))
         raise InvalidInputError(f"there are several in {chroma} ({names}); say --collection")

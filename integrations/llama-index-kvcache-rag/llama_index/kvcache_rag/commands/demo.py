@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcache_rag.settings import EngineSettings
 
     _check(arguments)
-    ready(EngineSettings.of(arguments))
+    ready(EngineSettings.from_source(arguments))
     if arguments.threads is not None:
         import torch
 

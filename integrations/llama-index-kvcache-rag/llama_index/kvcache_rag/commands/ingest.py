@@ -135,7 +135,7 @@ def _run(arguments: argparse.Namespace, settings: Settings, before: Settings | N
         removed = _ingest(documents, settings, store, known, embedding_beside, kept)
         store.prefill_missing(show_progress=True)
     engine.store.sweep()
-    said = _Report.of(settings, store, found, held, kept=kept, removed=removed, anew=anew)
+    said = _Report.from_store(settings, store, found, held, kept=kept, removed=removed, anew=anew)
     if before is not None and before.model and not settings.is_by(before):
         print(f"note: {settings.collection!r} was of {before.described}", file=sys.stderr)
     if arguments.json:
@@ -214,7 +214,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]
             f"--collection {wanted.collection!r} is no name that Chroma takes; say 3 to 512 "
             "letters of a to z, digits, and in between also . _ -, no .. and no IP address"
         )
-    before = None if collection is None else Settings.of(collection, wanted.chroma)
+    before = None if collection is None else Settings.from_collection(collection, wanted.chroma)
     if collection is not None and before is None and not arguments.replace and collection.count():
         raise InvalidInputError(
             f"the collection {wanted.collection!r} in {wanted.chroma} has rows that ingest did not "
@@ -352,7 +352,7 @@ class _Report:
     nbytes: int
 
     @classmethod
-    def of(
+    def from_store(
         cls,
         settings: Settings,
         store: KVCacheVectorStore,

@@ -180,7 +180,7 @@ class Settings:
         return json.dumps(said, indent=2)
 
     @classmethod
-    def of_text(cls, text: str, chroma: str, collection: str) -> Settings:
+    def from_text(cls, text: str, chroma: str, collection: str) -> Settings:
         """Read them back, for the database and the collection in which they stood.
 
         Raises:
@@ -207,7 +207,7 @@ class Settings:
             ) from error
 
     @classmethod
-    def of(cls, collection: Any, chroma: str) -> Settings | None:
+    def from_collection(cls, collection: Any, chroma: str) -> Settings | None:
         """Those that were noted in a collection; None if there are none.
 
         Raises:
@@ -216,7 +216,7 @@ class Settings:
         text, name = (collection.metadata or {}).get(KEY), str(collection.name)
         if text is None:
             text = _text_01(chroma, name)
-        return None if text is None else cls.of_text(text, chroma, name)
+        return None if text is None else cls.from_text(text, chroma, name)
 
 
 def this_machine() -> str:

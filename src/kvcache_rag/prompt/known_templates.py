@@ -29,7 +29,7 @@ _BLOCK_ATTENTION: Final = PromptTemplate(
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
 )
 
-NAMED: Final = {"block-attention": _BLOCK_ATTENTION}
+TEMPLATES: Final = {"block-attention": _BLOCK_ATTENTION}
 """Templates by the names under which `template=` takes them."""
 
 # Models that were trained on such prompts, by what they are called in lower case, whoever's copy.
@@ -39,7 +39,7 @@ _TRAINED: Final = {
 }
 
 
-def template_of_model(name: str | os.PathLike[str]) -> PromptTemplate | None:
+def template_for_model(name: str | os.PathLike[str]) -> PromptTemplate | None:
     """The template that a model of somebody else was trained with for blocks; None for others.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Form:
+class PolicySyntax:
     """One way to write a policy.
 
     Attributes:
@@ -30,7 +30,7 @@ class Form:
     """
 
     usage: str
-    make: Callable[[Words], ReusePolicy]
+    make: Callable[[PolicyArguments], ReusePolicy]
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Words:
+class PolicyArguments:
     """What stands behind the colon.
 
     Attributes:
@@ -48,7 +48,7 @@ class Words:
         auxiliary: A scorer for policies that can have one.
     """
 
-    form: Form
+    form: PolicySyntax
     values: tuple[str, ...]
     auxiliary: Scorer | None = None
 
@@ -84,15 +84,15 @@ class Words:
         )
 
 
-_FORMS: dict[str, Form] = {}
+_FORMS: dict[str, PolicySyntax] = {}
 _WAS = {"reordered": "reuse"}  # of 0.1
 _WITH_RATIO: list[str] = []
 
 
-def listed(*kinds: type[ReusePolicy]) -> tuple[str, ...]:
+def register(*kinds: type[ReusePolicy]) -> tuple[str, ...]:
     """Let `policy_by_name` know these policies; their names, in this order."""
     for kind in kinds:
-        forms: tuple[Form, ...] = vars(kind)["_forms"]
+        forms: tuple[PolicySyntax, ...] = vars(kind)["_forms"]
         for form in forms:
             _FORMS[form.name] = form
             if any(field.name == "ratio" for field in fields(kind)):  # type: ignore[arg-type]  # a dataclass
@@ -131,7 +131,7 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
     if colon and not rest:
         raise InvalidInputError(f"nothing stands behind the colon of {text!r}; write {form.usage}")
     values = tuple(value.strip() for value in rest.split(",")) if rest else ()
-    return form.make(Words(form, values, auxiliary))
+    return form.make(PolicyArguments(form, values, auxiliary))
 
 
 def given_policy(policy: ReusePolicy | str | None) -> ReusePolicy | None:

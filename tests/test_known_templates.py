@@ -14,14 +14,14 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, InvalidInputError, Message, PromptTemplate, Reuse
 from kvcache_rag.models.adapters import TRAINING, note_training, trained_for_blocks
 from kvcache_rag.policies.default import UNTRAINED
-from kvcache_rag.prompt.named import NAMED, template_of_model
+from kvcache_rag.prompt.known_templates import TEMPLATES, template_for_model
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.settings import LocalSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BLOCK = NAMED["block-attention"]
+BLOCK = TEMPLATES["block-attention"]
 TITLED = ["Dulek Skeskes\nHe is the mayor of Grabra.", "Grabra\nIts postal code is 59392."]
 ASKED = "Who is the mayor?"
 # Of Llama 3: ids of its control tokens and of what stands in these prompts beside words.
@@ -139,7 +139,7 @@ def test_an_answer_ends_before_a_further_document() -> None:
     ],
 )
 def test_a_model_is_known_by_its_name(name: str, is_known: bool) -> None:
-    assert template_of_model(name) == (BLOCK if is_known else None)
+    assert template_for_model(name) == (BLOCK if is_known else None)
     model = build("llama")
     del model.config.__dict__[TRAINING]
     model.config._name_or_path = name

@@ -25,7 +25,7 @@ _LOCK = new_lock()
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
     """Let a model compute in evaluation mode, in its own dtype, on its own device within."""
     kind = model.device.type
     is_cast = torch.is_autocast_enabled(kind)

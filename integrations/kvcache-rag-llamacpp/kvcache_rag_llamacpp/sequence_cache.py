@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PREFIX, WORK, FIRST = 0, 1, 2
 
 
-class CellsCache(Cache):
+class SequenceCache(Cache):
     """The rows of one left-padded batch, each in a sequence of its own.
 
     A column is a place in a row, left padding included; a token's position is its column less that
@@ -34,7 +34,7 @@ class CellsCache(Cache):
     """
 
     def __init__(self, llama: LlamaCpp, sequences: Sequence[int]) -> None:
-        """An empty one over sequences that are empty, or hold what `is_at` says then."""
+        """An empty one over sequences that are empty, or hold what `set_lengths` says then."""
         super().__init__(layers=[])
         self.llama, self.sequences = llama, list(sequences)
         self.columns = 0
@@ -42,7 +42,7 @@ class CellsCache(Cache):
         self.padding = [0] * len(self.sequences)
         self._begun = llama.begun
 
-    def is_at(self, columns: int, held: Sequence[int], padding: Sequence[int]) -> None:
+    def set_lengths(self, columns: int, held: Sequence[int], padding: Sequence[int]) -> None:
         """Say what its sequences hold."""
         self.columns, self.held, self.padding = columns, list(held), list(padding)
 
@@ -59,7 +59,7 @@ class CellsCache(Cache):
                 "the next one begins, or ask the engine itself"
             )
 
-    def took(self, columns: int) -> None:
+    def advance(self, columns: int) -> None:
         """A pass computed so many further columns."""
         self.columns += columns
         self.held = [max(held, self.columns) for held in self.held]

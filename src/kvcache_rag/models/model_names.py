@@ -138,7 +138,7 @@ def check_there(
     if known is not None:
         known.place(str(name))
         return
-    reached(_resolved(name, kind, names), options or {}, kind)
+    offline_options(_resolved(name, kind, names), options or {}, kind)
 
 
 def chosen_adapter(
@@ -199,7 +199,7 @@ def _unknown(name: str, kind: str, names: Collection[str]) -> InvalidInputError:
 
 
 # ---------------------------------------------------------------------- the hub
-def reached(name: str, options: Mapping[str, Any], kind: str = "model") -> dict[str, Any]:
+def offline_options(name: str, options: Mapping[str, Any], kind: str = "model") -> dict[str, Any]:
     """Further options of `from_pretrained` by which it does not wait for a hub that is not there.
 
     Args:

@@ -27,7 +27,7 @@ LONGEST: Final = 6
 ROW_COST: Final = 0.06
 
 
-class Drafts:
+class PromptLookup:
     """Guesses for one answer, as many as have paid so far.
 
     How many tokens are guessed follows from how many were right after runs of the same length, not
@@ -49,7 +49,7 @@ class Drafts:
         self._seen = dict.fromkeys(range(FEWEST, LONGEST + 1), 2.0)
         self._run = 0
 
-    def said(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the answer."""
         stop = self._length + len(tokens)
         if stop > len(self._tokens):
@@ -74,7 +74,7 @@ class Drafts:
                 best, length = gain, count
         return known[end : end + length].tolist()
 
-    def judged(self, guessed: int, right: int) -> None:
+    def record_outcome(self, guessed: int, right: int) -> None:
         """Take how many tokens of the last guess were right."""
         if guessed:
             self._right[self._run] += right
