@@ -1,9 +1,10 @@
 """One endpoint over shared caches: requests wait, their chunks are prefetched, all is HTTP.
 
+completions  the two routes that answer
 requests     what clients send, and the `BackendRequest` that it makes
 lifecycle    a request from its admission to the last byte of its answer
 responses    what clients get
-errors       what they read of whatever went wrong
+errors       what they read of whatever went wrong; validation: of a body
 backend      what a request is between HTTP and model, and what a backend answers
 local        a backend over the engines of this process
 queue        what waits, scheduler: who comes next, worker: who answers it
