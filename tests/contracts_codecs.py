@@ -13,7 +13,7 @@ from kvcache_rag.codecs import CODECS, by_name
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.prefill import _position
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.file import file_bytes, verify_file
+from kvcache_rag.stores.file import file_bytes, file_header, verify_file
 from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, window
 
 if TYPE_CHECKING:
@@ -126,8 +126,10 @@ class CodecContract:
         encoded = self.codec.encode(chunk)
         payload = sum(tensor.nbytes for tensor in encoded.values()) + chunk.tokens.nbytes
         assert size % 4096 == payload % 4096
-        facts = verify_file(str(store.path(key_of(chunk))), key_of(chunk).digest)
-        assert (facts.codec, facts.tokens) == (self.name, tokens)
+        path, digest = str(store.path(key_of(chunk))), key_of(chunk).digest
+        verify_file(path, digest)
+        header = file_header(path, digest)
+        assert (header.codec, header.tokens) == (self.name, tokens)
         assert self.is_restored(store.get(key_of(chunk), layout).chunk, chunk)
 
     # Law: memory that may be filled directly is that of the chunk, and filling it is decoding.

@@ -44,10 +44,21 @@ class LateLane:
         self.done = 0
         self.fetched: list[torch.Tensor] = []
         self.follows = True
+        self.free: list[torch.Tensor] = []
         self._lock = threading.RLock()
 
     def memory(self, nbytes: int) -> torch.Tensor:
+        """What was forgotten is lent again, with something else in it."""
+        with self._lock:
+            for index, memory in enumerate(self.free):
+                if memory.nbytes == nbytes:
+                    return self.free.pop(index)
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def forget(self, memory: torch.Tensor) -> None:
+        with self._lock:
+            assert all(memory is not one for one in self.free), "forgotten twice"
+            self.free.append(memory.fill_(0xA5))
 
     def send(self, work: Callable[[], None], touched: Sequence[torch.Tensor]) -> LateEvent:
         assert all(isinstance(tensor, torch.Tensor) for tensor in touched)

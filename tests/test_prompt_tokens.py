@@ -435,7 +435,7 @@ def test_other_parts_do_not_call_the_tokenizer() -> None:
     calls = re.compile(
         r"tokenizer\(\s*(?!\"\"|\))|[tT]okenizer\.(encode|tokenize)\(|encode_batch\("
     )
-    functions = re.compile(r"def \w+\(|(load|from|gguf|keep)_tokenizer")
+    functions = re.compile(r"def \w+\(|(for|load|from|gguf|keep)_tokenizer")
     found = {
         f"{path.name}: {line.strip()}"
         for path in places

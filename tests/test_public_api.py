@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import pytest
 from public import HOMES, TOP, public
 
 import kvcache_rag
 import kvcache_rag_documents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NAMES = sorted([*TOP, *HOMES])
 # Names of choices, which carry neither name nor docstring in Python.
@@ -32,16 +37,40 @@ def test_a_name_that_moved_says_where_it_is(name: str) -> None:
         getattr(kvcache_rag, name)
 
 
+@pytest.fixture
+def unasked() -> Iterator[None]:
+    """Names that other packages have now, as if nobody had asked for one yet, or ever did."""
+    given = vars(import_module("kvcache_rag.integration"))
+
+    def forget() -> None:
+        for name in kvcache_rag_documents.__all__:
+            given.pop(name, None)
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.mark.parametrize(
     ("home", "name"),
     [("kvcache_rag_documents", name) for name in kvcache_rag_documents.__all__],
 )
+@pytest.mark.usefixtures("unasked")
 def test_a_name_that_another_package_has_now_is_still_given(home: str, name: str) -> None:
     package = import_module("kvcache_rag.integration")
     with pytest.warns(DeprecationWarning, match=f"write `from {home} import {name}`$"):
         assert getattr(package, name) is getattr(import_module(home), name)
 
 
+@pytest.mark.usefixtures("unasked")
+def test_an_import_of_a_name_that_another_package_has_now_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        exec(compile("from kvcache_rag.integration import read_folder", "app.py", "exec"), {})
+    assert [(one.category, one.filename) for one in told] == [(DeprecationWarning, "app.py")]
+
+
+@pytest.mark.usefixtures("unasked")
 def test_a_name_of_a_package_that_is_not_there_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -145,6 +145,30 @@ def test_a_deleted_namespace_leaves_no_bytes_in_pinned_memory(
     assert journal == [("host", "waits for", "event"), ("emptied",)]
 
 
+def test_pinned_memory_is_emptied_by_older_versions_too(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = CudaLane(torch.device("cuda", 0))
+    monkeypatch.setattr(lane_module, "_lanes", {lane.device: lane})
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    lane_module.wipe()
+    assert journal == [], "with nothing that empties it"
+    monkeypatch.setattr(
+        torch._C, "_host_emptyCache", lambda: journal.append(("emptied",)), raising=False
+    )
+    lane_module.wipe()
+    assert journal == [("emptied",)]
+
+
+@pytest.mark.usefixtures("journal")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pageable_memory_is_overwritten(monkeypatch: pytest.MonkeyPatch, *, pinned: bool) -> None:
+    memory = torch.ones(9, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+    CudaLane(torch.device("cuda", 0)).forget(memory)
+    assert bool(memory.any()) is pinned, "the device may still read what is pinned"
+
+
 @pytest.mark.usefixtures("journal")
 def test_the_current_device_is_meant_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "_lanes", {})

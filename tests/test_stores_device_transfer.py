@@ -13,7 +13,7 @@ from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvcache_rag.stores import device as transfer
-from kvcache_rag.stores.device import lane_to
+from kvcache_rag.stores.device import Backlog, Done, lane_to
 from tests import test_stores
 from tests.chunks import LAYOUT, LAYOUTS, empty_chunk, flat, key_of, make_chunk, same, window
 from tests.contracts_codecs import finite_chunk
@@ -54,6 +54,13 @@ def places(layout: ChunkLayout) -> tuple[ChunkKV, list[ChunkKV]]:
     large = empty_chunk(2 + sum(TOKENS) + 3, layout)
     begins = [2 + sum(TOKENS[:index]) for index in range(len(TOKENS))]
     return large, [window(large, *one) for one in zip(begins, TOKENS, strict=True)]
+
+
+def flip_last(path: Path) -> None:
+    """Damage the last byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(bytes(raw))
 
 
 def is_written(large: ChunkKV) -> bool:
@@ -119,6 +126,64 @@ def test_little_is_on_the_way_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(same(out, expected[0]) for out in outs)
 
 
+class CountedEvent:
+    """Work that ends when it is waited for."""
+
+    def __init__(self, ended: list[int], number: int) -> None:
+        self.ended, self.number = ended, number
+
+    def synchronize(self) -> None:
+        self.ended.append(self.number)
+
+
+def test_a_backlog_holds_its_limit_and_the_oldest_ends_first() -> None:
+    ended: list[int] = []
+    backlog = Backlog(limit=30)
+    for number in range(6):
+        backlog.add(CountedEvent(ended, number), 10)
+        assert ended == [*range(number - 2)]
+    backlog.add(CountedEvent(ended, 6), 100)
+    assert ended == [*range(7)]
+    backlog.add(CountedEvent(ended, 7), 30)
+    assert ended == [*range(7)], "what has ended counts no more"
+    backlog.wait()
+    backlog.wait()
+    assert ended == [*range(8)]
+
+
+def test_what_is_waited_for_counts_until_it_has_ended() -> None:
+    backlog = Backlog(limit=0)
+    order: list[str] = []
+
+    class Slow:
+        def synchronize(self) -> None:
+            if not order:
+                order.append("begun")
+                backlog.wait()  # as another thread does meanwhile
+                order.append("ended for both")
+            else:
+                order.append("waited for by the other")
+
+    backlog.add(Slow(), 1)
+    assert order == ["begun", "waited for by the other", "ended for both"]
+
+
+def test_finished_work_is_no_backlog() -> None:
+    class Finished(Done):
+        def synchronize(self) -> None:
+            raise AssertionError("it was waited for")
+
+    Backlog().add(Finished(), 1 << 40)
+
+
+def test_memory_that_is_lent_again_changes_no_chunk(tmp_path: Path, lane: LateLane) -> None:
+    store, keys, expected = filled(tmp_path, Int8(), LAYOUT)
+    for _ in range(2):  # of each read, the memory is what the one before had
+        for key, chunk in zip(keys, expected, strict=True):
+            assert same(store.get(key, LAYOUT).chunk, chunk)
+    assert len(lane.free) == len(keys)
+
+
 # Damage.
 
 
@@ -127,9 +192,7 @@ def test_nothing_unverified_crosses(tmp_path: Path, lane: LateLane, codec: str) 
     store, keys, _ = filled(tmp_path, CODECS[codec], LAYOUT)
     before = len(lane.sent)
     path = store.path(keys[0])
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(bytes(raw))
+    flip_last(path)
     out = empty_chunk(TOKENS[0])
     with pytest.raises(CorruptChunkError):
         store.get(keys[0], LAYOUT, out)
@@ -151,6 +214,22 @@ def test_a_chunk_that_was_read_leaves_no_bytes_on_the_way(
     monkeypatch.setattr(lane, "memory", kept)
     assert same(store.get(keys[0], LAYOUT).chunk, expected[0])
     assert lent[-1].nbytes
+    assert not lent[-1].any()
+    # Nor does one that is damaged, that cannot be decoded, or that went to another device.
+    flip_last(store.path(keys[1]))
+    with pytest.raises(CorruptChunkError):
+        store.get(keys[1], LAYOUT)
+    assert len(lent) == 3
+    assert not lent[-1].any()
+    with monkeypatch.context() as patch:
+        patch.setattr(Int8, "decode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.get(keys[2], LAYOUT)
+    assert len(lent) == 4
+    assert not lent[-1].any()
+    monkeypatch.setattr(lane, "fetch", torch.Tensor.clone)
+    assert same(store.get(keys[2], LAYOUT).chunk, expected[2])
+    assert len(lent) == 5
     assert not lent[-1].any()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -249,3 +251,38 @@ def test_a_chunk_in_memory_ends_a_time_after_it_was_put(monkeypatch: pytest.Monk
     assert [*access.chunks(store)] == [KEY]
     assert store.nbytes == SMALL.nbytes + 16
     assert store.stats().evictions == 1 + 6 + 3, "without a sweep"
+
+
+def test_what_has_expired_in_memory_is_deleted_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store = MemoryStore(ttl=1000)
+    for seed in range(3):
+        chunk = make_chunk(seed, tokens=4)
+        store.put(key_of(chunk), chunk)
+        other = key_of(chunk, namespace="b")
+        store.put(other, chunk)
+    now[0] += 1000
+    assert store.delete(KEY)
+    assert not store.delete(KEY)
+    assert KEY not in access.chunks(store)
+    assert store.delete_namespace("") == 2
+    assert store.delete_namespace("") == 0
+    assert store.stats().evictions == 0
+    assert store.delete(other)
+    assert store.sweep() == store.stats().evictions == 2, "other namespaces are as they were"
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("ttl", [None, 1000])
+def test_a_dropped_store_keeps_no_chunks(ttl: float | None) -> None:
+    store = MemoryStore(ttl=ttl)
+    store.put(KEY, SMALL)
+    store.get(KEY, LAYOUT)
+    kept = weakref.ref(store.get(KEY, LAYOUT).chunk)
+    gc.disable()  # which would find it in the end
+    try:
+        del store
+        assert kept() is None
+    finally:
+        gc.enable()

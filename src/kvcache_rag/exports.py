@@ -35,7 +35,7 @@ def lazy_names(
         moved: Names that were there before, by the module below it that has them now; who asks for
             one is told.
         elsewhere: Names that other packages have now, by their module; they are still given, with
-            a warning.
+            a warning the first time.
     """
 
     def get(name: str) -> Any:
@@ -71,6 +71,7 @@ def _of_another(package: str, home: str, name: str) -> Any:
         dist = home.partition(".")[0].replace("_", "-")
         raise ImportError(f"{name} is in {dist} now: install that, and {said}") from error
     warnings.warn(f"{package}.{name} goes in 0.5: {said}", DeprecationWarning, stacklevel=3)
+    vars(sys.modules[package])[name] = found  # `from ... import` asks twice
     return found
 
 

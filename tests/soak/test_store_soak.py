@@ -182,9 +182,9 @@ def test_many_processes_with_an_evictor_never_see_a_wrong_chunk(
 ) -> None:
     worker = partial(work, seconds=amount(8, 25))
     total = contend(tmp_path, worker, DiskStore(tmp_path, max_bytes=10 * FILE), lambda: 0)
-    assert total["hits"] > 200
-    assert total["computed"] > 200
-    assert total["evicted"] > 50
+    assert total["hits"] > 30
+    assert total["computed"] > 30
+    assert total["evicted"] > 10
     tried = "reads and writes of 4 processes beside one that evicts"
     count = total["hits"] + total["computed"]
     seen = {"evictions": total["evicted"], "wrong tensors": total["wrong"]}

@@ -122,7 +122,7 @@ class AnswerResponse(Response):
             if self._silence is None:
                 await JSONResponse(await self._whole())(scope, receive, send)
                 return
-            async with aclosing(self._frames()) as frames:
+            async with aclosing(self._frames(self._silence)) as frames:
                 data = await anext(frames)
                 headers = Headers(STREAM_HEADERS).raw
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -140,12 +140,15 @@ class AnswerResponse(Response):
             elif isinstance(event, Finished):
                 return self._form.whole(started, event.answer)
 
-    async def _frames(self) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, silence: float) -> AsyncGenerator[bytes, None]:
         """The frames of a stream; a failure behind the first is the last one."""
         started, has_begun, is_over = Started(0.0), False, False
+        loop = asyncio.get_running_loop()
+        until = loop.time() + silence  # when the first frame is due, started or not
         try:
             while not is_over:
-                event = await self._exchange.next(self._silence)
+                seconds = silence if has_begun else max(until - loop.time(), 0.0)
+                event = await self._exchange.next(seconds)
                 is_over = isinstance(event, Finished)
                 if isinstance(event, Started):
                     started = event

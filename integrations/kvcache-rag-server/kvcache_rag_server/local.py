@@ -192,15 +192,20 @@ class LocalBackend:
         turn has come.
 
         Raises:
-            ApiError: If it cannot be explained, too many requests wait, or the server shuts down.
+            ApiError: If too many requests wait, or the server shuts down.
         """
         await self._ensure_fits(work)
         async with aclosing(self._events(work, explains=True)) as events:
             event = await anext(events)
         if isinstance(event, Failed):
             raise ApiError(event)
-        explanation: Mapping[str, Any] = event.explanation
-        return explanation
+        try:
+            if event.error is not None:
+                raise event.error
+            explanation: Mapping[str, Any] = event.explanation
+            return explanation
+        finally:
+            del event  # or it and its error would hold each other
 
     async def ready(self) -> bool:
         """Whether the model has answered with a token; the first one is waited for a moment."""

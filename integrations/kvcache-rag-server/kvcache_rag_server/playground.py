@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.responses import Response
@@ -207,7 +207,8 @@ def router(context: AppContext) -> APIRouter:
     @routes.get("/playground/{name}", include_in_schema=False)
     async def asset(request: Request, name: str) -> Response:
         if name not in page_assets or name == PAGE:
-            raise HTTPException(404)
+            message = f"there is no {request.url.path} here"
+            raise ApiError(Failed(404, INVALID, message, code="unknown_url"))
         return page_assets[name].response(request)
 
     @routes.post("/v1/playground/compare", include_in_schema=False)

@@ -19,11 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cachetools import LRUCache, cachedmethod
+from cachetools import LRUCache
 
 from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import (
@@ -344,11 +343,15 @@ class Engines:
 
     def for_namespace(self, namespace: str) -> Engine:
         """The engine of a tenant."""
-        return self.base if namespace == self.base.namespace else self._of(namespace)
-
-    @cachedmethod(attrgetter("_known"), lock=attrgetter("_lock"))
-    def _of(self, namespace: str) -> Engine:
-        return self.base.in_namespace(namespace)
+        if namespace == self.base.namespace:
+            return self.base
+        with self._lock:
+            engine = self._known.get(namespace)
+        if engine is None:
+            candidate = self.base.in_namespace(namespace)
+            with self._lock:
+                engine = self._known.setdefault(namespace, candidate)
+        return engine
 
 
 def twin(engine: Engine, device: str) -> Engine:

@@ -33,9 +33,15 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Explained:
-    """What would become of a request's prompt, as plain values."""
+    """What would become of a request's prompt, as plain values; or why nobody can say.
+
+    Attributes:
+        explanation: The values.
+        error: To be raised where the explanation is waited for; None if there is one.
+    """
 
     explanation: Mapping[str, Any]
+    error: Exception | None = None
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from kvcache_rag.forks import new_condition
 from kvcache_rag_server.backend import Started
 from kvcache_rag_server.errors import FAULT, SHUT_DOWN, failure, overloaded
 from kvcache_rag_server.prefetch import close_at_exit
-from kvcache_rag_server.queue import Job, Stage, TenantQueue
+from kvcache_rag_server.queue import Explained, Job, Stage, TenantQueue
 from kvcache_rag_server.worker import is_alike, kind_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag_server.backend import BackendRequest, Event, Failed
     from kvcache_rag_server.prefetch import Prefetcher
-    from kvcache_rag_server.queue import Explained
     from kvcache_rag_server.worker import JobRunner, Served
 
 _LOG = logging.getLogger(__name__)
@@ -396,7 +395,10 @@ class Scheduler:
             self._serve(jobs)
         except Exception as error:  # a fault of our own must not end the thread
             for job in jobs:
-                job.deliver(failure(error, f"request {job.work.id}"))
+                if job.explains:  # told, and logged, by who waits: under the name its client reads
+                    job.deliver(Explained({}, error))
+                else:
+                    job.deliver(failure(error, f"request {job.work.id}"))
         with self._changed:
             for job in jobs:
                 job.stage = Stage.ENDED

@@ -105,7 +105,7 @@ def router(context: AppContext) -> APIRouter:
     )
     async def ready() -> Status:
         """503 until the model has answered a first question to warm up."""
-        if not await is_ready(context):
+        if not await is_ready(context, _PATIENCE):
             message = "the model is not ready yet; ask again in a moment"
             raise ApiError(Failed(NOT_READY, SERVER_ERROR, message, AGAIN, code="not_ready"))
         return Status(status="ready")
@@ -113,10 +113,10 @@ def router(context: AppContext) -> APIRouter:
     return routes
 
 
-async def is_ready(context: AppContext) -> bool:
-    """Whether the backend says so, and soon."""
+async def is_ready(context: AppContext, patience: float | None = None) -> bool:
+    """Whether the backend says so, within so many seconds if there is a limit."""
     try:
-        return await asyncio.wait_for(context.backend.ready(), _PATIENCE)
+        return await asyncio.wait_for(context.backend.ready(), patience)
     except Exception as error:  # a backend that cannot even say is not ready
         _LOG.warning("the backend does not say whether it is ready: %r", error)
         return False

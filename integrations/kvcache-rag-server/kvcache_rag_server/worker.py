@@ -181,7 +181,7 @@ class JobRunner:
         return answer
 
     def explain(self, job: Job) -> None:
-        """Say what would become of a job's prompt."""
+        """Say what would become of a job's prompt; what goes wrong is raised."""
         work, engine = job.work, self.engines.for_namespace(job.work.namespace)
         explanation = engine.explain(
             grounded(engine, work)[0],

@@ -19,6 +19,8 @@ from llama_index.core.base.llms.types import ChatMessage
 from serve_fakes import running, settings, tiny_backend
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import MissingExtraError
+from kvcache_rag.integration import engine as engine_module
 from kvcache_rag_server.app import build_app
 from langchain_kvcache_rag import (
     ChatKVCache,
@@ -222,3 +224,27 @@ def test_neither_torch_nor_a_tokenizer_is_loaded(url: str, tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+class Broken:
+    """An entry point of a package of which a part is missing."""
+
+    def load(self) -> None:
+        raise ImportError("no module named 'fastapi'")
+
+
+@pytest.mark.parametrize("found", [(), (Broken(),)], ids=["none", "one that fails"])
+def test_without_the_servers_package_one_sentence_says_so(
+    found: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def entry_points(*, group: str) -> tuple[Any, ...]:
+        asked.append(group)
+        return found
+
+    monkeypatch.setattr(engine_module, "entry_points", entry_points)
+    with pytest.raises(MissingExtraError) as error:
+        engine_module.remote_engine("http://localhost:8000")
+    said = "kvcache-rag-server is not installed: pip install 'kvcache-rag[server]'"
+    assert (str(error.value), asked) == (said, ["kvcache_rag.remote_engines"])

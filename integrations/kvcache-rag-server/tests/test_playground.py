@@ -114,6 +114,11 @@ async def test_nothing_else_is_served(path: str) -> None:
     assert reply.json()["error"]["code"] == "unknown_url"
 
 
+async def test_a_file_that_is_not_there_is_named() -> None:
+    error = (await get("/playground/nothing.js")).json()["error"]
+    assert error["message"] == "there is no /playground/nothing.js here"
+
+
 async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     new_key(keys, "a")

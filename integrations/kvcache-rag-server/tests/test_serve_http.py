@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from serve_process import CHAT, posted
 
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.prompt.template import Message
+from kvcache_rag_server import startup, status
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.requests import RequestModel
 from kvcache_rag_server.responses import cached_tokens
@@ -374,6 +376,23 @@ async def test_a_backend_that_cannot_say_is_not_ready(
     async with client(app) as http:
         assert (await http.get("/ready")).status_code == 503
     assert "gone" in caplog.text
+
+
+async def test_a_backend_that_takes_long_to_say_that_it_is_ready_is_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hesitates() -> bool:
+        await asyncio.sleep(0.05)
+        return True
+
+    app, backend = scripted()
+    monkeypatch.setattr(backend, "ready", hesitates)
+    monkeypatch.setattr(status, "_PATIENCE", 0.001)
+    async with client(app) as http:
+        assert (await http.get("/ready")).status_code == 503
+    announced = asyncio.Event()
+    await asyncio.wait_for(startup._announce(app.state.context, announced.set), 5)
+    assert announced.is_set()
 
 
 async def test_the_schema_says_what_the_server_does_and_whether_keys_are_wanted(

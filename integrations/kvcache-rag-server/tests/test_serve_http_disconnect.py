@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from serve_fakes import DEADLINE, Scripted, answer, chat, data_of, running, says_nothing, scripted
+from serve_fakes import (
+    DEADLINE,
+    Scripted,
+    answer,
+    chat,
+    client,
+    data_of,
+    running,
+    says_nothing,
+    scripted,
+)
 from serve_process import CHAT, Paced, send
 
 from kvcache_rag_server.backend import BackendRequest, Event, Failed, Finished, Piece, Started
@@ -107,6 +117,19 @@ def test_a_long_silence_is_bridged_by_comments_and_ends_in_events(end: list[Even
         assert last["error"]["message"] == "the server stops"
     else:
         assert last["kvcache"]["queue_wait"] == 0.5
+
+
+async def test_a_beginning_is_no_answer_and_puts_off_no_comment() -> None:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        for _ in range(40):
+            yield Started(0.5)
+            await asyncio.sleep(0.01)
+        yield Finished(answer())
+
+    app, _ = scripted(script, heartbeat=0.2)
+    async with client(app) as http:
+        reply = await http.post(CHAT, json=chat(stream=True))
+    assert ": waiting" in reply.text.splitlines()
 
 
 def test_a_slow_client_keeps_nobody_waiting() -> None:

@@ -260,6 +260,24 @@ async def test_explanations_can_be_taken_back_and_do_not_hold_up_the_end(
     await running
 
 
+async def test_the_log_knows_a_failed_explanation_by_the_name_its_client_reads(
+    crowded: LocalBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the device at /dev/secret is gone")
+
+    monkeypatch.setattr(access.engines(crowded).base, "explain", fails)
+    async with client(build_app(crowded, settings())) as http:
+        reply = await http.post("/v1/explain", json=chat(documents=list(TEXTS)))
+    error, name = reply.json()["error"], reply.headers["x-request-id"]
+    assert (reply.status_code, error["code"]) == (500, "internal_error")
+    assert error["message"].endswith(f"its log says why under {name}")
+    (logged,) = [one for one in caplog.records if one.exc_info]
+    assert logged.getMessage() == f"request {name} failed"
+    assert "/dev/secret" in caplog.text
+    await answer_of(crowded, make_work(1))  # the thread goes on
+
+
 async def test_all_tenants_have_the_memory_of_one_prompt_explained_or_not(
     crowded: LocalBackend,
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -38,7 +40,7 @@ from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.language import Abilities
 from kvcache_rag_server.backend import Finished, Started
 from kvcache_rag_server.local import LocalBackend
-from kvcache_rag_server.prefetch import Prefetcher, twin
+from kvcache_rag_server.prefetch import Engines, Prefetcher, twin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -459,3 +461,25 @@ async def test_two_backends_on_one_directory_compute_every_key_once(
             await backend.close()
     assert len(prefills.counts) == 10 + 7, "ten chunks and seven combinations were asked for"
     assert set(prefills.counts.values()) == {1}
+
+
+def test_engines_that_nobody_uses_are_gone_at_once() -> None:
+    """Weights must not wait for a collection."""
+
+    class Light:
+        def __init__(self, namespace: str = "") -> None:
+            self.namespace = namespace
+
+        def in_namespace(self, namespace: str) -> Light:
+            return Light(namespace)
+
+    base: Any = Light()
+    engines, left = Engines(base), weakref.ref(base)
+    assert engines.for_namespace("") is base
+    assert engines.for_namespace("a") is engines.for_namespace("a") is not base
+    gc.disable()
+    try:
+        del base, engines
+        assert left() is None
+    finally:
+        gc.enable()

@@ -23,7 +23,7 @@ class Held:
 
     def __init__(self, **options: Any) -> None:
         self.desk = Desk()
-        self.scheduler = Scheduler(self.desk, **options)  # type: ignore[arg-type]  # it stands for a Server
+        self.scheduler = Scheduler(self.desk, **options)  # type: ignore[arg-type]  # it stands for a JobRunner
 
     def hold(self) -> Inbox:
         self.desk.busy.clear()

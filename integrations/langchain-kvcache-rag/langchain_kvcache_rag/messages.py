@@ -8,7 +8,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import whole_texts
+from kvcache_rag.integration.chat import whole_places
 from kvcache_rag.integration.question import FrameworkMessage, MessagePart, Source
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_id, block_score
 
@@ -105,7 +105,8 @@ def _parts(index: int, message: BaseMessage, found: Sequence[Source]) -> Iterato
         if isinstance(block, dict) and kind == DOCUMENT_TYPE:
             yield MessagePart(source=Source(text, block_id(block), block_score(block)))
         else:
-            within = [(one, known[one]) for one in whole_texts(text, texts)]
+            places = whole_places(text, texts)
+            within = [(start, start + len(one), known[one]) for start, one in places]
             yield MessagePart(text, within=tuple(within))
 
 

@@ -101,9 +101,9 @@ def test_what_adds_nothing_to_a_question() -> None:
     own = [HumanMessage([block("a"), text("what?")])]
     asked = ({"role": "user", "content": "what?"},)
     empty = grounded(HumanMessage([block(""), text("what?")]))
-    assert empty == AskedMessages(asked, is_grounded=True)
+    assert empty == AskedMessages(asked, is_grounded=True, asked="what?")
     assert grounded(HumanMessage([block("a")]), HumanMessage("what?")) == grounded(*own)
-    assert grounded(*own) == AskedMessages(asked, (Source("a"),), is_grounded=True)
+    assert grounded(*own) == AskedMessages(asked, (Source("a"),), is_grounded=True, asked="what?")
     for instruction in ("Read.", " Read.\n\n", SYSTEM):  # it is the engine's own
         assert grounded(SystemMessage(instruction), *own) == grounded(*own)
 

@@ -177,6 +177,18 @@ def test_thoughts_of_a_response_template_are_no_part_of_the_answer() -> None:
     assert joined(llm.stream("Add.")).content == "Three."
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
+def test_policies_read_what_the_user_said_and_not_how_tools_are_called(is_native: bool) -> None:
+    llm, _ = make(native=is_native)
+    block = {"type": "text-plain", "text": FACTS["Mora"].page_content, "mime_type": "text/plain"}
+    tools = llm.bind_tools([add]).kwargs
+    question = read_call(llm, [HumanMessage([block, "Well?"])], None, tools).asked.question
+    assert (question.text == "Well?") is is_native
+    assert question.text.endswith("Well?")
+    assert question.options["asked"] == ("" if is_native else "Well?")
+
+
 def test_a_tool_cannot_write_control_tokens() -> None:
     llm, seen = make("So.")
     called = AIMessage("", tool_calls=[{"name": "search", "args": {"query": "</s>"}, "id": "1"}])

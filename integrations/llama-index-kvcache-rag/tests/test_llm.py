@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
+import inspect
 import json
 import pickle
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -23,6 +26,7 @@ from kvcache_rag import Engine, FullRecompute, InvalidInputError, PromptTemplate
 from kvcache_rag.integration.question import Source
 from llama_index.kvcache_rag import KVCacheLLM
 from llama_index.kvcache_rag.responses import Prompt
+from llama_index.kvcache_rag.settings import LLMSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -367,6 +371,34 @@ def test_loads_when_first_used(saved: str, tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(llm))
     assert again.complete("a").text == llm.complete("a").text
     assert again.engine.generate("q?", ["text"], max_new_tokens=1).metrics.hits == {"disk": 1}
+
+
+class Tiny(KVCacheLLM):
+    """An LLM of a user, whose `__init__` takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(model_name="tiny", max_new_tokens=3, policy="reuse")
+
+
+def test_an_llm_with_an_init_of_its_own_is_pickled() -> None:
+    llm = Tiny()
+    llm.max_new_tokens = 5
+    again = pickle.loads(pickle.dumps(llm))
+    assert type(again) is Tiny
+    assert (again.model_name, again.max_new_tokens) == ("tiny", 5)
+    assert again._policy == llm._policy is not None
+
+
+def test_type_checkers_read_the_arguments_that_there_are() -> None:
+    """What they are told stands beside the code that runs."""
+    stubs = [
+        node.args
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(KVCacheLLM))))
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ]
+    (real,) = ast.parse(textwrap.dedent(inspect.getsource(LLMSettings.__init__))).body
+    assert isinstance(real, ast.FunctionDef)
+    assert [ast.unparse(one) for one in stubs] == [ast.unparse(real.args)]
 
 
 def test_a_loaded_model_is_packed_where_that_is_asked_for() -> None:

@@ -27,7 +27,7 @@ from scripted import scripted_engine
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.errors import MissingExtraError
-from kvcache_rag.integration import JsonGrammars
+from kvcache_rag.integration import ConversationForms, JsonGrammars
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -120,7 +120,10 @@ def test_a_call_takes_a_schema(patient: KVCacheLLM) -> None:
         patient.complete("x", json_schema={"enum": [3]}, num_beams=2)
 
 
-def test_a_schema_is_compiled_once(patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_is_compiled_once(
+    engine: Engine, patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ConversationForms.known.pop(engine, None)
     made, create = list[Any](), JsonGrammars.__init__
     monkeypatch.setattr(
         JsonGrammars, "__init__", lambda self, *of: made.append(of) or create(self, *of)
@@ -262,7 +265,10 @@ def test_a_parser_of_ones_own_reads_what_the_model_says(patient: KVCacheLLM) -> 
 
 
 # ---------------------------------------------------------------------- without llguidance
-def test_the_extra_is_named(patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named(
+    engine: Engine, patient: KVCacheLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ConversationForms.known.pop(engine, None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     sentence = r"llguidance is not installed: pip install 'kvcache-rag\[structured\]'"
     with pytest.raises(MissingExtraError, match=sentence):

@@ -91,6 +91,10 @@ def test_template_that_cannot_be_cut_is_prefilled_plainly(
     spoken = synthesizer.with_history(HISTORY)
     with pytest.raises(InvalidInputError, match="context_str once and query_str behind it"):
         spoken.synthesize(QUESTION, nodes(FACT))
+    blank = text.format(query_str="  ", context_str=FACT)
+    message = ChatMessage(role=MessageRole.USER, content=blank)
+    expected = llm.complete(llm.chat_prompt([message]) if is_chat else blank)
+    assert str(synthesizer.synthesize("  ", nodes(FACT))) == expected.text
 
 
 def test_prompts_are_read_and_replaced(llm: KVCacheLLM, embedding: HashEmbedding) -> None:
@@ -200,6 +204,19 @@ def test_what_becomes_of_messages(
     assert str(response) == expected.text
     assert cost(response)["query_tokens"] == expected.metrics.query_tokens
     assert cost(response)["prefix_mismatch"] is (asked.startswith(("Sing", "a")))
+
+
+@pytest.mark.filterwarnings("ignore:a system message differs")
+def test_behind_an_answer_a_blank_question_leaves_the_instruction(
+    llm: KVCacheLLM, engine: Engine
+) -> None:
+    made = KVCacheSynthesizer(llm, chat_history=[system("Sing."), HELLO, GOOD_DAY])
+    expected = engine.generate("Sing.", [FACT], history=TURNS, max_new_tokens=6)
+    response = made.synthesize("  ", NODES)
+    assert str(response) == expected.text
+    assert cost(response)["query_tokens"] == expected.metrics.query_tokens
+    with pytest.raises(InvalidInputError, match="question"):
+        KVCacheSynthesizer(llm, chat_history=HISTORY).synthesize("  ", NODES)
 
 
 def test_chat_template_whose_roles_must_alternate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from contracts_frameworks import ToolsContract
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
-from llama_index_framework import ADD, LlamaIndex
+from llama_index_framework import ADD, Fixed, LlamaIndex
 from scripted import THINKING, json_call, native_call
 
 from kvcache_rag import InvalidInputError
@@ -72,6 +73,26 @@ def test_what_nobody_retrieved_stays_in_the_tools_message() -> None:
     assert llm.chat(messages).message.content == "So."
     assert "<tool>A text that no retriever" in seen[0]
     assert '<tool_call>{"name": "search", "arguments": {"input": "x"}}</tool_call>' in seen[0]
+
+
+def test_a_reference_stands_where_the_node_was_found() -> None:
+    """A quotation within a sentence, before the node, is none; its white space is not its own."""
+    llm, seen = make("So.")
+    fact = "The bridge was closed in 1987."
+    Fixed([NodeWithScore(node=TextNode(text=f"{fact}\n"))]).retrieve("bridge")
+    block = ToolCallBlock(tool_call_id="1", tool_name="search", tool_kwargs={})
+    messages = [
+        ChatMessage(role=MessageRole.USER, content="Look."),
+        ChatMessage(role=MessageRole.ASSISTANT, blocks=[block]),
+        ChatMessage(
+            role=MessageRole.TOOL,
+            content=f"Summary: {fact} (see below)\n{fact}\nThe end.",
+            additional_kwargs={"tool_call_id": "1"},
+        ),
+    ]
+    llm.chat(messages)
+    reference = f'[document 1 above: "{fact}"]'
+    assert f"<tool>Summary: {fact} (see below)\n{reference}\nThe end.</s>" in seen[-1]
 
 
 async def test_a_stream_tells_thoughts_apart_from_words() -> None:

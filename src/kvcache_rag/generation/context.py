@@ -281,7 +281,7 @@ class ContextBuilder(ABC):
 
     @abstractmethod
     def _build(self, prompts: Sequence[Prompt]) -> Context:
-        """`fill`, once."""
+        """`build`, once."""
 
     # ------------------------------------------------------------------ prompts that go on
 

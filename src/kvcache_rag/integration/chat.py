@@ -27,7 +27,7 @@ from kvcache_rag.models.responses import known_template, own_template, stream_pa
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.generation.tools import AnswerReader, ToolForm
@@ -239,23 +239,42 @@ def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -
         texts: In the order in which they stand in `content`.
         place: The number of a document in the prompt, from 1.
     """
-    parts, at = [], 0
+    places, at = [], 0
     for text in texts:
         start = content.index(text, at)
-        parts += [content[at:start], reference_to(text, place(text))]
         at = start + len(text)
+        places.append((start, at, reference_to(text, place(text))))
+    return replaced(content, places)
+
+
+def replaced(content: str, places: Iterable[tuple[int, int, str]]) -> str:
+    """A text with other texts in places of it.
+
+    Args:
+        content: The text.
+        places: Where each begins and ends, and what stands there instead; in order.
+    """
+    parts, at = [], 0
+    for start, end, text in places:
+        parts += [content[at:start], text]
+        at = end
     return "".join([*parts, content[at:]])
 
 
 def whole_texts(content: str, texts: Sequence[str]) -> list[str]:
     """Those of `texts` that stand in `content`, one behind the other, each as words of its own."""
+    return [text for _, text in whole_places(content, texts)]
+
+
+def whole_places(content: str, texts: Sequence[str]) -> list[tuple[int, str]]:
+    """`whole_texts`, each behind the index of its first character."""
     found, at = [], 0
     for text in texts:
         start = content.find(text, at) if text.strip() else -1
         end = start + len(text)
         if start < 0 or _in_word(content, start) or _in_word(content, end):
             continue
-        found.append(text)
+        found.append((start, text))
         at = end
     return found
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.question import Question
 from kvcache_rag.generation.tools import ToolChoice
-from kvcache_rag.integration.chat import reference_to, referring
+from kvcache_rag.integration.chat import reference_to, replaced
 from kvcache_rag.prompt.conversation import instructed, joined, said
 from kvcache_rag.prompt.scores import scores_by_step
 
@@ -166,25 +166,31 @@ class MessagePart:
     Attributes:
         text: What is said; "" for a document.
         source: The document.
-        within: Documents that stand in the text, each behind how it is written there.
+        within: Documents that stand in the text, in its order, each behind the indices where it
+            begins and ends there; white space at its own ends may be missing.
     """
 
     text: str = ""
     source: Source | None = None
-    within: tuple[tuple[str, Source], ...] = ()
+    within: tuple[tuple[int, int, Source], ...] = ()
 
     @property
     def sources(self) -> list[Source]:
         """The documents in it."""
-        return [one for _, one in self.within] if self.source is None else [self.source]
+        return [one for *_, one in self.within] if self.source is None else [self.source]
 
     def referring(self, numbers: Mapping[str, int]) -> str:
         """What is said, with references to the documents, by their texts."""
         if self.source is not None:
             text = self.source.text
             return reference_to(text, numbers[text]) if text.strip() else ""
-        known = {written: numbers[one.text] for written, one in self.within}
-        return referring(self.text, [written for written, _ in self.within], known.__getitem__)
+        return replaced(
+            self.text,
+            [
+                (start, end, reference_to(one.text, numbers[one.text]))
+                for start, end, one in self.within
+            ],
+        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +241,7 @@ class AskedMessages:
         is_grounded: Whether there are documents, if only empty ones, which is a question for the
             engine's own instruction.
         prefix_mismatch: Whether an instruction could not stand before the chunks.
-        asked: What the user said last, where the last turn has more in it, or is not his; else "".
+        asked: What the user said last, without what other turns and instructions add to it.
     """
 
     turns: tuple[Turn, ...]
@@ -271,9 +277,8 @@ class AskedMessages:
         numbers = {one.text: number for number, one in enumerate(sources, start=1)}
         written, is_foreign = instructed([one.turn(numbers) for one in messages], *own)
         turns = _ending(written, suffix)
-        said_last = next((one.text for one in reversed(messages) if one.role == "user"), "")
-        is_all = turns[-1] == said("user", said_last)
-        asked = "" if is_all else said_last
+        spoken = (one.text for one in reversed(messages) if one.role == "user")
+        asked = next((text for text in spoken if text.strip()), "")
         return cls(tuple(turns), sources, scores, True, is_foreign, asked)
 
     def question(
@@ -287,7 +292,9 @@ class AskedMessages:
             options: As of `Engine.generate`.
         """
         text, history = form.asked
-        known = {"history": history, "scores": self.scores, "asked": self.asked}
+        # The form may have written the tools' instruction into what the user said.
+        asked = "" if text == self.asked else self.asked
+        known = {"history": history, "scores": self.scores, "asked": asked}
         mismatch = self.prefix_mismatch
         return SourcedQuestion.over(
             text, self.sources, chunks, prefix_mismatch=mismatch, **known, **options

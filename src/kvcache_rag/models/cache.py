@@ -1,4 +1,6 @@
-"""Our layers of transformers' caches; `deferred/cache.py` and `llamacpp/cells.py` have the others.
+"""Our layers of transformers' caches.
+
+`deferred/cache.py` and `sequence_cache.py` of kvcache-rag-llamacpp have the others.
 
 A layer of ours keeps its tokens in a preallocated buffer and appends in place.  It never drops
 tokens, not even for sliding windows: the models' own masks add the window by index.  Passes over

@@ -201,7 +201,7 @@ class ContextLoader:
 
         Args:
             buffer: Of one row, with the model's layout.
-            chunks: In prompt order, all of this loader (see `of`).
+            chunks: In prompt order, all of this loader (see `for_chunks`).
             scheme: Where the chunks stand.
             adjacent: Whether the query stands right behind the highest position (see `placed`).
 
@@ -236,7 +236,7 @@ class ContextLoader:
         """Find prefix and chunks where they lie, on the model's device.
 
         Args:
-            chunks: In prompt order, all of this loader (see `of`).
+            chunks: In prompt order, all of this loader (see `for_chunks`).
             scheme: Where the chunks stand.
             shared: Of other prompts of the batch; those of this one are added.
             adjacent: Whether the query stands right behind the highest position (see `placed`).

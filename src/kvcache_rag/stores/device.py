@@ -103,17 +103,25 @@ class Event(Protocol):
 
 
 class Backlog:
-    """What a device still reads from host memory, about `limit` bytes at most."""
+    """What a device still reads from host memory.
+
+    At most `limit` bytes are sent and not finished, before PyTorch rounds them up to powers of two,
+    and every thread that reads holds one chunk more.
+    """
 
     def __init__(self, limit: int = _ON_THE_WAY) -> None:
         self.limit = limit
         self._lock = new_lock()
         self._sent: deque[tuple[Event, int]] = deque()
+        self._nbytes = 0  # of what was sent
 
     def add(self, event: Event, nbytes: int) -> None:
         """Note what is read until `event`; waits for the oldest above the limit."""
+        if isinstance(event, Done):
+            return
         with self._lock:
             self._sent.append((event, nbytes))
+            self._nbytes += nbytes
         self._wait(self.limit)
 
     def wait(self) -> None:
@@ -123,10 +131,16 @@ class Backlog:
     def _wait(self, limit: int) -> None:
         while True:
             with self._lock:
-                if sum(nbytes for _, nbytes in self._sent) <= limit:
+                if self._nbytes <= limit:
                     return
-                oldest, _ = self._sent.popleft()
-            oldest.synchronize()
+                oldest = self._sent[0]
+            event, nbytes = oldest
+            event.synchronize()
+            with self._lock:
+                # It counts until it has ended; another thread may have waited for it, too.
+                if self._sent and self._sent[0] is oldest:
+                    self._sent.popleft()
+                    self._nbytes -= nbytes
 
 
 class Lane(Protocol):
@@ -140,6 +154,9 @@ class Lane(Protocol):
 
     def memory(self, nbytes: int) -> Tensor:
         """Host memory `(nbytes,)` uint8, from which the device reads fastest; uninitialised."""
+
+    def forget(self, memory: Tensor) -> None:
+        """Leave no bytes in what `memory` gave and nothing reads from any more; others get it."""
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         """Do `work` after what the current stream was told so far, and beside what comes later.
@@ -176,6 +193,10 @@ class DirectLane:
     def memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def forget(self, memory: Tensor) -> None:
+        """Overwrite it: `fetch` waited."""
+        memory.zero_()
+
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         del touched
         work()
@@ -207,6 +228,11 @@ class CudaLane:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # slower, and right all the same
             return torch.empty(nbytes, dtype=torch.uint8)
+
+    def forget(self, memory: Tensor) -> None:
+        """Overwrite pageable memory; the device may still read pinned memory: see `wipe`."""
+        if not memory.is_pinned():
+            memory.zero_()
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         """Do it on the side stream."""
@@ -252,8 +278,12 @@ def wipe() -> None:
         lanes = [lane for lane in _lanes.values() if isinstance(lane, CudaLane)]
     for lane in lanes:
         lane.backlog.wait()
-    if lanes and hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = empty or getattr(torch._C, "_host_emptyCache", None)  # what older PyTorch has
+    # With neither, pinned memory keeps the bytes of what crossed last until it is lent again, in
+    # this process alone, or until this process ends.
+    if lanes and empty is not None:
+        empty()
 
 
 @in_child
@@ -292,15 +322,20 @@ class Staged:
         memory = lane.memory(sum(map(_room, specs.values())))
         return cls(_carved(memory, specs), memory, specs, lane)
 
+    def forget(self) -> None:
+        """Leave no bytes of what was read and is not decoded; the tensors are used no more."""
+        self._lane.forget(self._memory)
+
     def decode(self, codec: Codec, out: ChunkKV) -> None:
         """Send what was read, and decode it where `out` lies; only for what was verified."""
 
         def work() -> None:
             # All parts in one copy: a call costs as much as some hundred KiB.
-            there = self._lane.fetch(self._memory)
-            codec.decode(_carved(there, self._specs), out)
-            if there is self._memory:  # no bytes stay in memory that others get; else see `wipe`
-                there.zero_()
+            try:
+                there = self._lane.fetch(self._memory)
+                codec.decode(_carved(there, self._specs), out)
+            finally:
+                self.forget()
 
         event = self._lane.send(work, _flat(out))
         self._lane.backlog.add(event, self._memory.nbytes)

@@ -440,7 +440,11 @@ def read_file(
         _read_payload(read, header, spec, places, key)
     else:
         staged = Staged.to(out, spec.tensors)
-        _read_payload(read, header, spec, _places(staged.tensors, tokens) or {}, key)
+        try:
+            _read_payload(read, header, spec, _places(staged.tensors, tokens) or {}, key)
+        except BaseException:
+            staged.forget()
+            raise
         staged.decode(codec, out)
     out.tokens.copy_(tokens)
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -60,6 +60,14 @@ def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
         # Threads that use other streams see all of it, and so does who changes the chunk next.
         done.synchronize()
     return copy
+
+
+def _dropped(chunks: Chunks, key: ChunkKey) -> bool:
+    """Drop what is kept for a key, expired or not; returns whether anything was."""
+    held = Cache.__contains__(chunks, key)
+    with suppress(KeyError):  # which an expired one raises once it is dropped
+        del chunks[key]
+    return held
 
 
 class MemoryStore(Tier):
@@ -120,9 +128,12 @@ class MemoryStore(Tier):
                 f"memory of {self.home.device}{', pinned,' if pinned else ''} keeps no chunks in "
                 f"the form of {self._codec!r}; give Native(), or Int8() for plain main memory"
             )
-        self._lock, self._now = new_lock(), 0.0
+        # The timer holds on to the time alone: one that held on to the store would keep the chunks
+        # of a dropped store until the cycle collector runs.
+        self._lock, now = new_lock(), [0.0]
+        self._now = now
         self._chunks: Chunks = TTLCache(
-            max_bytes, ttl or math.inf, timer=lambda: self._now, getsizeof=size_in_memory
+            max_bytes, ttl or math.inf, timer=lambda: now[0], getsizeof=size_in_memory
         )
         self._generations: Counter[str] = Counter()
         self._stripes = ThreadLocks()
@@ -139,7 +150,7 @@ class MemoryStore(Tier):
     def _alone(self) -> Iterator[Chunks]:
         """The chunks for this thread alone, at one moment: none expires meanwhile."""
         with self._lock:
-            self._now = time.monotonic()
+            self._now[0] = time.monotonic()
             yield self._chunks
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
@@ -243,18 +254,18 @@ class MemoryStore(Tier):
         """Drop a chunk at once."""
         check_key(key)
         with self._alone() as chunks:
-            return chunks.pop(key, None) is not None
+            return _dropped(chunks, key)
 
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
         """Forget every chunk of a namespace; who uses a chunk keeps it meanwhile."""
         check_name("namespace", namespace)
         with self._alone() as chunks:
-            self._drop_expired()
             last = self._generations[namespace]
             self._generations[namespace] = generation or next_generation(last)
-            gone = [key for key in chunks if key.namespace == namespace]
+            # The cache's own iteration leaves out what has expired, which is deleted as well.
+            gone = [key for key in Cache.__iter__(chunks) if key.namespace == namespace]
             for key in gone:
-                del chunks[key]
+                _dropped(chunks, key)
         self._counters.deleted(len(gone))
         return len(gone)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import instructed, said
+from kvcache_rag.integration import foreign_instructions, joined, said
 from llama_index.kvcache_rag.options import turn
 from llama_index.kvcache_rag.prompts import split_template
 
@@ -59,11 +59,17 @@ class Wording:
 
     @classmethod
     def from_query(cls, turns: Sequence[Turn], engine: Engine) -> Wording:
-        """Leave the wording to the engine's template; the last turn is the user's, and asks."""
-        spoken, is_foreign = instructed(turns, engine.prefix_text, engine.template.system)
+        """Leave the wording to the engine's template; the last turn is the user's, and asks.
+
+        Where that turn is blank, the instructions are what is asked; without any the engine
+        refuses.
+        """
+        foreign = foreign_instructions(turns, engine.prefix_text, engine.template.system)
+        spoken = joined(one for one in turns if one["role"] != "system")
         is_asked = bool(spoken) and spoken[-1]["role"] == "user"
-        question = spoken.pop()["content"] if is_asked else ""  # which the engine refuses
-        return cls(question, tuple(spoken), (_OTHER_SYSTEM_MESSAGE,) if is_foreign else ())
+        unanswered = [spoken.pop()["content"]] if is_asked else []
+        question = "\n\n".join([*foreign, *unanswered])
+        return cls(question, tuple(spoken), (_OTHER_SYSTEM_MESSAGE,) if foreign else ())
 
     @classmethod
     def by(
@@ -92,7 +98,7 @@ class Wording:
         """
         engine, split = llm.engine, split_template(template, llm, query, **variables)
         if split is None:
-            if cls.from_query([*turns, said("user", query)], engine) == cls(query):
+            if cls.from_query(turns, engine) == cls(""):
                 return None
             raise InvalidInputError(
                 "with a chat history or a system prompt, text_qa_template needs context_str once "

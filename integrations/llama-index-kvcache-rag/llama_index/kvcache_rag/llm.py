@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
     from kvcache_rag.kv import ChunkKey
+    from kvcache_rag.policies import ReusePolicy
 
 
 class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
@@ -78,7 +79,15 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
 
     if TYPE_CHECKING:
         # Else type checkers make one of the fields alone, as of a dataclass.
-        def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None: ...
+        def __init__(
+            self,
+            *,
+            engine: Engine | None = None,
+            model: Any = None,
+            tokenizer: Any = None,
+            policy: ReusePolicy | str | None = None,
+            **fields: Any,
+        ) -> None: ...
 
     @classmethod
     def class_name(cls) -> str:

@@ -301,7 +301,8 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
-        type(self).__init__(self, policy=state["policy"], **state["fields"])
+        # A subclass may have an `__init__` that takes other arguments.
+        LLMSettings.__init__(self, policy=state["policy"], **state["fields"])
 
 
 def _check_generation(generate_kwargs: Mapping[str, Any]) -> None:

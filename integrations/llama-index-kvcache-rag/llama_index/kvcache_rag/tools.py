@@ -152,7 +152,7 @@ def _said(message: ChatMessage, llm: LLMSettings, nodes: Mapping[str, Source]) -
     role, text = one["role"], one["content"]
     if message.role in _OF_TOOLS:
         found = found_in(text, llm)
-        within = tuple((text[each.start : each.end], source_of(each, nodes)) for each in found)
+        within = tuple((each.start, each.end, source_of(each, nodes)) for each in found)
         named = {name: message.additional_kwargs.get(name) for name in ("name", "tool_call_id")}
         more = {name: value for name, value in named.items() if value is not None}
         return FrameworkMessage("tool", (MessagePart(text, within=within),), more)
