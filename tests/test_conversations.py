@@ -66,9 +66,10 @@ class Case:
 
 A, B = "The ship Mora was built in Kiel.", "Captain Vug has sailed it for years."
 NO_QUESTION: Final = "both: a chat model goes on from anything, the server's API wants a question"
-NO_TOOLS: Final = "both: the server knows no tools"
+NO_TOOLS: Final = "both: vLLM is told of no tools"
+IN_RESULTS: Final = "both: the server takes documents in a field of their own, and vLLM no tools"
 NOTHING_ASKED: Final = "LangChain and the server: nothing is asked"
-A_PART: Final = "LangChain: calls and results are a part of what was said"
+A_PART: Final = "LangChain and the server: calls and results are a part of what was said"
 # Turns of the cases.
 OWN_WORDS, BRIEF, KIND = ("system", OWN), ("system", "Be brief."), ("system", "Be kind.")
 WHO, WHERE, SPACED, SILENT = (("user", text) for text in ("Who?", "Where?", "  Where?\n", " "))
@@ -98,9 +99,9 @@ CASES: Final[dict[str, Case]] = {
     "thoughts": Case((WHO, THOUGHT, WHERE)),
     "a call": Case((*ADDED, ("user", "And?")), verdict=NO_TOOLS),
     "a result last": Case(ADDED, verdict=NO_TOOLS),
-    "a tool finds": Case(FOUND, verdict=NO_TOOLS),
-    "a tool finds, a foreign instruction": Case((BRIEF, *FOUND), verdict=NO_TOOLS),
-    "a tool found, a question": Case((BRIEF, *FOUND, KIEL, WHO), verdict=NO_TOOLS),
+    "a tool finds": Case(FOUND, verdict=IN_RESULTS),
+    "a tool finds, a foreign instruction": Case((BRIEF, *FOUND), verdict=IN_RESULTS),
+    "a tool found, a question": Case((BRIEF, *FOUND, KIEL, WHO), verdict=IN_RESULTS),
     "two roles, an instruction": Case((BRIEF, WHERE), template=TWO_ROLES),
     "two roles, turns": Case((BRIEF, WHO, VUG, WHERE), template=TWO_ROLES),
     "documents": Case((WHERE,), (A, B)),

@@ -34,8 +34,8 @@ from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder
 from kvcache_rag_lab.finetune.sources import Encoder, PlainSample, QAPair, QASample
 from kvcache_rag_server.backend import BackendRequest
+from kvcache_rag_server.calls import grounded, plain_prompt, split
 from kvcache_rag_server.local import LocalBackend
-from kvcache_rag_server.worker import grounded, plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -390,7 +390,7 @@ async def test_requests_are_counted_and_answered_by_the_same_ids() -> None:
     ids = engine.tokenize_text(plain_prompt(engine, quiet))
     assert await backend.count(quiet) == len(ids)
     assert controls(ids) == ["<bos>", "<q>", "<a>", "<eos>", "<q>", "<a>"]
-    parts = engine.tokenize(grounded(engine, over)[0], over.chunks, over.history)
+    parts = engine.tokenize(split(grounded(engine, over)[0])[0], over.chunks, over.history)
     assert await backend.count(over) == len(parts.all)
     assert controls(parts.all) == ["<bos>", "<doc>", "<a>", "<eos>", "<q>", "<a>"]
     assert await backend.count(raw) == len(stock(engine.tokenizer, said))

@@ -686,7 +686,10 @@ class Engine(NamedArguments):
         return self._reader.compose(write)
 
     def tokenize(
-        self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
+        self,
+        question: str,
+        chunks: Sequence[str] = (),
+        history: Sequence[Message | Mapping[str, Any]] = (),
     ) -> PromptIds:
         """The very ids that every path uses."""
         return self._reader.tokenize(question, chunks, history)

@@ -16,12 +16,14 @@ from kvcache_rag_server import (
     middleware,
     playground,
     prefill,
+    responses_route,
     status,
     validation,
 )
 from kvcache_rag_server.bodies import Bodies
 from kvcache_rag_server.lifecycle import AppContext, Exchanges
 from kvcache_rag_server.middleware import Shell
+from kvcache_rag_server.packed import Recogniser
 from kvcache_rag_server.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -67,9 +69,10 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         telemetry=counting,
         exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
+        recogniser=None if settings.documents_as_text else Recogniser(),
         keys=keys,
     )
-    for routes in (completions, prefill, status, metrics, playground):
+    for routes in (completions, responses_route, prefill, status, metrics, playground):
         app.include_router(routes.router(context))
     errors.install(app)
     validation.install(app)

@@ -8,13 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from kvcache_rag.prompt.conversation import said
+from kvcache_rag.prompt.template import Message
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from kvcache_rag.generation.tools import AnswerPart, ToolChoice
     from kvcache_rag.metrics import Answer
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.prompt.template import Message, PromptTemplate
+    from kvcache_rag.prompt.conversation import Turn
+    from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.verdict import Identity
+    from kvcache_rag_server.packed import Packed
 
 
 BAD_REQUEST, NOT_READY, SERVER_FAULT = 400, 503, 500
@@ -29,27 +35,35 @@ class BackendRequest:
 
     Attributes:
         id: Its name in logs and answers.
-        question: Text of the last user message, or the prompt of a completion.
+        question: Text of the last user message, or the prompt of a completion; "" behind what a
+            tool said.
         chunks: Texts, best first unless there are scores.
-        history: Earlier turns, oldest first.
+        history: Earlier turns, oldest first; those of tools and calls as chat templates read them.
         system: System messages of the request over documents.
         namespace: Tenant, from the API key; never from the request's body.
         policy: What to reuse; None for the engine's own.
         max_new_tokens: Of the answer.
         stop: Strings before which the answer ends.
-        options: Further arguments of `Engine.generate` (temperature, top_p, seed and the like).
+        options: Further arguments of `Engine.generate` (temperature, top_p, seed and the like), and
+            `presence_penalty`, `frequency_penalty`, `logit_bias` as OpenAI has them.
         is_plain: Whether the question is a text to continue, without template and chunks.
         is_chat: Whether it is an ordinary conversation, to which no documents were given.
         streaming: Whether the answer is wanted piece by piece.
         trace: What its spans go on from (`traces.carried`).
         scores: Of the chunks, higher is better; None where the best stands first.
         places: Of each chunk, which document of the request it is.
+        tools: That the answer may call.
+        schema: JSON schema that the answer is held to; None for none.
+        logprobs: How many of the likeliest tokens are told at each place of the answer, beside the
+            one that was chosen; None where nothing is told.
+        n: Answers.
+        packed: Where the chunks were recognised in messages.
     """
 
     id: str
     question: str
     chunks: tuple[str, ...] = ()
-    history: tuple[Message, ...] = ()
+    history: tuple[Message | Turn, ...] = ()
     system: tuple[str, ...] = ()
     namespace: str = ""
     policy: ReusePolicy | None = None
@@ -62,6 +76,35 @@ class BackendRequest:
     trace: Mapping[str, str] = field(default_factory=dict)
     scores: tuple[float, ...] | None = None
     places: tuple[int, ...] = ()
+    tools: ToolChoice | None = None
+    schema: Mapping[str, Any] | None = None
+    logprobs: int | None = None
+    n: int = 1
+    packed: Packed | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """History and question as chat templates read them."""
+        turns = [
+            said(one.role, one.content) if isinstance(one, Message) else one for one in self.history
+        ]
+        return [*turns, said("user", self.question)] if self.question else turns
+
+    @property
+    def asked(self) -> str:
+        """What the user said last."""
+        spoken = (turn["content"] for turn in reversed(self.turns) if turn["role"] == "user")
+        return next(spoken, "")
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools can be called, or were."""
+        return self.tools is not None or any(isinstance(one, dict) for one in self.history)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether one answer is wanted, which is its text."""
+        return not self.has_calls and self.schema is None and self.logprobs is None and self.n == 1
 
 
 @dataclass(frozen=True)
@@ -85,17 +128,58 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Further text of an answer."""
+class TokenLogprob:
+    """One token of an answer.
+
+    Attributes:
+        text: Of it alone.
+        logprob: Natural logarithm of its probability, before penalties, grammars and temperature.
+        top: The likeliest tokens at its place, likeliest first.
+    """
 
     text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Further text of an answer.
+
+    Attributes:
+        text: "" where `part` is no text.
+        part: A call of a tool, or a piece of what the model thought.
+        index: Which of the answers, from 0.
+        logprobs: Of the tokens that came since the last piece.
+    """
+
+    text: str = ""
+    part: AnswerPart | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The whole answer, with what it cost."""
+    """The whole answer, with what it cost.
+
+    Attributes:
+        answer: The first one.
+        parts: What it is made of; None where that is its text.
+        logprobs: Of its tokens, as far as they are wanted; where it came in pieces, of those that
+            came since the last one.
+        others: Further answers to the same request.
+    """
 
     answer: Answer
+    parts: tuple[AnswerPart, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    others: tuple[Finished, ...] = ()
+
+    @property
+    def all(self) -> tuple[Finished, ...]:
+        """All answers, the first one among them."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)

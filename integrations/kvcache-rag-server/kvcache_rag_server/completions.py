@@ -12,6 +12,7 @@ from kvcache_rag_server.lifecycle import AnswerResponse, AppContext
 from kvcache_rag_server.requests import ChatRequest, CompletionRequest, chat_work, completion_work
 from kvcache_rag_server.responses import (
     ANSWERING,
+    STREAM,
     ChatCompletion,
     ChatForm,
     Completion,
@@ -19,14 +20,8 @@ from kvcache_rag_server.responses import (
     error_responses,
 )
 
-_STREAM: Final = {
-    "text/event-stream": {
-        "schema": {"type": "string"},
-        "example": 'data: {"object":"chat.completion.chunk", …}\n\ndata: [DONE]\n\n',
-    }
-}
 _ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"content": _STREAM},
+    200: {"content": STREAM},
     **error_responses(*ANSWERING),
 }
 

@@ -1,7 +1,7 @@
 """One request from its admission to the last byte of its answer, whatever API it came by.
 
 An `AnswerResponse` refuses, counts, streams, keeps silent connections awake, and takes the work
-back when the client goes away.  What an answer looks like is said by a `CompletionForm`.
+back when the client goes away.  What an answer looks like is said by a `AnswerForm`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from kvcache_rag_server.backend import Failed, Finished, Piece, Started
 from kvcache_rag_server.errors import CLIENT_LEFT, ApiError, body, http_failure
-from kvcache_rag_server.responses import DONE, HEARTBEAT, STREAM_HEADERS, frame
+from kvcache_rag_server.responses import HEARTBEAT, STREAM_HEADERS, frame
 from kvcache_rag_server.traces import carried
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from kvcache_rag_server.keys import Caller
     from kvcache_rag_server.limits import RequestLimiter
     from kvcache_rag_server.metrics import ServerTelemetry
-    from kvcache_rag_server.responses import CompletionForm
+    from kvcache_rag_server.packed import Recogniser
+    from kvcache_rag_server.responses import AnswerForm
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
 
@@ -66,6 +67,7 @@ class AppContext:
         telemetry: Counts what happens.
         exchanges: Requests that are being answered.
         shutdown: How the server ends, once it is told to.
+        recogniser: Finds documents in messages; None for a server that leaves them there.
         keys: Reads the file of API keys again; None for a server without.
     """
 
@@ -76,6 +78,7 @@ class AppContext:
     telemetry: ServerTelemetry
     exchanges: Exchanges
     shutdown: Shutdown
+    recogniser: Recogniser | None = None
     keys: KeyReloader | None = None
 
 
@@ -93,7 +96,7 @@ class AnswerResponse(Response):
         request: Request,
         caller: Caller,
         work: BackendRequest,
-        form: CompletionForm,
+        form: AnswerForm,
         *,
         route: str,
     ) -> None:
@@ -138,7 +141,7 @@ class AnswerResponse(Response):
             if isinstance(event, Started):
                 started = event
             elif isinstance(event, Finished):
-                return self._form.whole(started, event.answer)
+                return self._form.whole(started, event)
 
     async def _frames(self, silence: float) -> AsyncGenerator[bytes, None]:
         """The frames of a stream; a failure behind the first is the last one."""
@@ -156,26 +159,25 @@ class AnswerResponse(Response):
                 if not has_begun:
                     has_begun = True
                     for data in self._form.opening():
-                        yield frame(data)
+                        yield self._form.frame(data)
                 for encoded in _written(self._form, event, started):
                     yield encoded
         except Exception as error:
             if not has_begun:
                 raise
             yield frame(body(self._exchange.failure(error)))
-            yield DONE
+            yield self._form.done
 
 
-def _written(form: CompletionForm, event: Event | None, started: Started) -> Iterator[bytes]:
+def _written(form: AnswerForm, event: Event | None, started: Started) -> Iterator[bytes]:
     """The frames of one event; a comment for too long a silence."""
     if event is None:
         yield HEARTBEAT
     elif isinstance(event, Piece):
-        if event.text:
-            yield frame(form.piece(event.text))
+        yield from map(form.frame, form.piece(event))
     elif isinstance(event, Finished):
-        yield from map(frame, form.closing(started, event.answer))
-        yield DONE
+        yield from map(form.frame, form.closing(started, event))
+        yield form.done
 
 
 class _Exchange:

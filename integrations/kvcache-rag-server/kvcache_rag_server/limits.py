@@ -8,6 +8,7 @@ small in bytes and large in work (`bodies.py`); too many or too long documents
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -187,5 +188,10 @@ def ensure_fits(prompts: PromptWriter, work: BackendRequest) -> None:
 def _texts(work: BackendRequest) -> Iterator[str]:
     yield work.question
     yield from work.system
-    yield from (turn.content for turn in work.history)
+    for turn in work.turns[: len(work.history)]:
+        yield turn["content"]
+        if "tool_calls" in turn:
+            yield json.dumps(turn["tool_calls"], ensure_ascii=False)
     yield from work.chunks
+    if work.tools is not None:
+        yield json.dumps(work.tools.tools, ensure_ascii=False)

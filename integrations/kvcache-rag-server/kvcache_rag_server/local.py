@@ -20,13 +20,14 @@ from kvcache_rag.policies.policy_registry import name_of
 from kvcache_rag.stores import DiskStore, MemoryStore
 from kvcache_rag.stores.listing import namespaces
 from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Prefilled
+from kvcache_rag_server.calls import EngineCall, answered_from, grounded, prompt_tokens, split
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag_server.limits import ensure_fits, is_doubtful
 from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, twin
 from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.scheduler import Scheduler
 from kvcache_rag_server.traces import attached
-from kvcache_rag_server.worker import JobRunner, answered_from, grounded, plain_prompt
+from kvcache_rag_server.worker import JobRunner
 
 if TYPE_CHECKING:
     import threading
@@ -161,15 +162,14 @@ class LocalBackend:
         """
         engine = self._engines.for_namespace(work.namespace)
         if work.is_plain or work.is_chat:
-            return len(engine.tokenize_text(plain_prompt(engine, work))), ()
-        question = grounded(engine, work)[0]
+            return len(engine.tokenize_text(EngineCall.of(engine, work).prompt)), ()
         chunks = answered_from(engine, work)
         try:
             keys = tuple(engine.keys(chunks))
         except KVCacheRagError:  # a chunk has no key: how long it is can be told all the same
-            return len(engine.tokenize(question, chunks, work.history).all), ()
-        asked = engine.tokenize(question, (), work.history)
-        tokens = len(asked.all) + sum(key.tokens for key in keys)
+            question, history = split(grounded(engine, work)[0])
+            return len(engine.tokenize(question, chunks, history).all), ()
+        tokens = prompt_tokens(engine, work, sum(key.tokens for key in keys))
         return tokens, keys if chunks == work.chunks else ()
 
     async def prefill(self, work: BackendRequest) -> Prefilled:

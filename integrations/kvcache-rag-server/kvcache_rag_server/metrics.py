@@ -101,6 +101,7 @@ _COUNTERS: Final = {
     "failed_requests": ("Requests that the backend could not answer", "route", "status"),
     "prefetched_requests": ("Requests whose chunks were made ready while they waited", "route"),
     "batched_requests": ("Requests that were answered together with others", "route"),
+    "recognised_requests": ("Requests whose documents were found in messages", "route", "form"),
     "tokens": (
         "Tokens of prompts and answers: reused, recomputed, fresh (computed with the query) or "
         "prefilled chunk tokens, the shared prefix, the query, and generated ones",
@@ -263,6 +264,11 @@ class ServerTelemetry:
             self._took("engine_ttft_seconds", route, answer.metrics.ttft)
             self._add("answers", route, caller.key_id, answer.finish_reason)
             self._count(answer.metrics, caller)
+            for other in event.others:  # whose prompt was computed once
+                said = other.answer.metrics.generated_tokens
+                self._add("tokens", "generated", caller.key_id, by=said)
+            if work.packed is not None:
+                self._add("recognised_requests", route, work.packed.form)
         elif isinstance(event, Failed):
             self._waits.pop(work.id, None)
             self._add("failed_requests", route, event.status)

@@ -23,9 +23,10 @@ from kvcache_rag_server.backend import INVALID, Failed
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.fields import RequestModel, Text
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
-from kvcache_rag_server.requests import ChatRequest, RequestModel, Text, chat_work
+from kvcache_rag_server.requests import ChatRequest, chat_work
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
 PAGE: Final = "index.html"

@@ -9,9 +9,10 @@ from pydantic import ConfigDict, Field
 
 from kvcache_rag_server.backend import BackendRequest
 from kvcache_rag_server.bodies import CheckedRoute
+from kvcache_rag_server.fields import RequestModel, Text
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext, unless_left
-from kvcache_rag_server.requests import Document, RequestModel, Text, check_model, chunks_of, new_id
+from kvcache_rag_server.requests import Document, check_model, chunks_of, new_id
 from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses
 from kvcache_rag_server.traces import carried
 
@@ -62,6 +63,8 @@ def router(context: AppContext) -> APIRouter:
             trace=carried(request.headers),
         )
         context.limits.check(work)
+        if context.recogniser is not None:
+            context.recogniser.note(caller.namespace, work.chunks)
         found = await unless_left(request, context.backend.prefill(work))
         return PrefillReply(model=served, **asdict(found))
 

@@ -11,44 +11,41 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     JsonValue,
     Tag,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
+from kvcache_rag.generation.tools import ToolChoice
 from kvcache_rag.integration.rows import document_text, fields_text
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.policy_registry import names_with_ratio
-from kvcache_rag.prompt.conversation import joined, opened, said
+from kvcache_rag.prompt.conversation import Turn, joined, opened, said
 from kvcache_rag.prompt.template import Message
-from kvcache_rag_server.backend import BAD_REQUEST, INVALID, BackendRequest, Failed
+from kvcache_rag_server.backend import INVALID, BackendRequest, Failed
 from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.fields import RequestModel, SomeText, Text, whole, wrong
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext
-
-
-def _whole(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "it is not valid Unicode") from error
-    return text
+from kvcache_rag_server.packed import Packed
+from kvcache_rag_server.tool_fields import (
+    Choice,
+    NamedTool,
+    ResponseFormat,
+    SentCall,
+    Tool,
+    choice_of,
+)
 
 
 def _written(fields: dict[str, Any]) -> dict[str, Any]:
-    _whole(fields_text(fields))
+    whole(fields_text(fields))
     return fields
 
-
-Text = Annotated[str, AfterValidator(_whole)]
-"""A text that can be read and sent; JSON can also hold halves of characters."""
 
 Score = Annotated[
     float | None,
@@ -58,22 +55,6 @@ Score = Annotated[
         "request have one, or none has and they stand best first.",
     ),
 ]
-
-SomeText = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
-"""A text that is not empty."""
-
-
-class RequestModel(BaseModel):
-    """What a client sends: no other fields, and one whose value is null is not there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class TextDocument(RequestModel):
@@ -172,7 +153,7 @@ def scores_of(
             f"{len(known)} of {len(scores)} documents have a score; give every document one, or "
             "none and send the best first"
         )
-        raise _wrong(message, "documents")
+        raise wrong(message, "documents")
     best: dict[str, float] = {}
     for text, score in zip(map(text_of, documents), known, strict=True):
         best[text] = max(score, best.get(text, score))
@@ -192,6 +173,9 @@ def text_of(document: str | TextDocument | DataDocument) -> str:
 # Policies whose dial is a ratio.
 _WITH_RATIO: Final = names_with_ratio()
 
+# A turn that is text alone.
+_PLAIN: Final = {"role", "content"}
+
 LARGEST: Final = 2**31 - 1
 
 _SEEDS: Final = 2**63
@@ -201,6 +185,11 @@ _COLDEST: Final = 1e-4
 
 DEFAULT_TOKENS: Final = 16
 """Of a completion that says nothing else, as at OpenAI."""
+
+MOST_ANSWERS: Final = 8
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 StopText = Annotated[SomeText, Field(max_length=256)]
 """A stop string; what it costs to look for one grows with its length."""
@@ -226,14 +215,16 @@ Content = Annotated[
 class ChatMessage(RequestModel):
     """One message of a conversation, as OpenAI's clients write it (and give it back)."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     refusal: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    reasoning_content: Text | None = Field(None, description="Ignored.")
+    tool_calls: list[SentCall] | None = Field(None, description="An assistant's.")
+    tool_call_id: SomeText | None = Field(None, description="Of the call that a tool answers.")
 
     @property
     def text(self) -> str:
@@ -242,18 +233,35 @@ class ChatMessage(RequestModel):
             return "\n".join(part.text for part in self.content if part.text)
         return self.content or ""
 
+    def turn(self, where: str) -> Turn:
+        """The message as chat templates read it.
+
+        Raises:
+            ApiError: If it has what its role has not, or has not what it has to have.
+        """
+        for name, roles in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != roles:
+                message = f"{name} belong to messages of the role {roles}, not {self.role}"
+                raise wrong(message, f"{where}.{name}")
+        if self.role == "tool" and self.tool_call_id is None:
+            message = "a tool's message must have the tool_call_id of the call that it answers"
+            raise wrong(message, where)
+        turn = said("system" if self.role == "developer" else self.role, self.text)
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            turn["tool_calls"] = [one.turn(f"{where}.tool_calls[{at}]") for at, one in calls]
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+            if self.name:
+                turn["name"] = self.name
+        return turn
+
 
 class StreamOptions(RequestModel):
     """What a stream says beside the answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Ignored.")
-
-
-class ResponseFormat(RequestModel):
-    """Plain text."""
-
-    type: Literal["text"]
 
 
 class KVCacheOptions(RequestModel):
@@ -272,6 +280,9 @@ class KVCacheOptions(RequestModel):
     ratio: float | None = Field(
         None, ge=0, le=1, description="Part of the chunk tokens that is computed again."
     )
+    documents: Literal["as text"] | None = Field(
+        None, description="Leaves documents that an app wrote into messages where they stand."
+    )
 
     def chosen(self, default: str = "") -> ReusePolicy | None:
         """The policy; None for the engine's own.
@@ -288,7 +299,7 @@ class KVCacheOptions(RequestModel):
         try:
             return policy_by_name(named) if named else None
         except InvalidInputError as error:
-            raise _wrong(str(error), "kvcache.policy") from error
+            raise wrong(str(error), "kvcache.policy") from error
 
     def _with_ratio(self, named: str) -> str:
         rest = ""
@@ -301,7 +312,7 @@ class KVCacheOptions(RequestModel):
                 f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {lack}; name one, "
                 "or leave kvcache.ratio out"
             )
-            raise _wrong(message, "kvcache.ratio")
+            raise wrong(message, "kvcache.ratio")
         return f"{named}:{self.ratio!r}{rest}"
 
 
@@ -333,10 +344,12 @@ class CompletionFields(RequestModel):
         | None
     ) = None
     user: str | None = Field(None, description="Ignored.")
-    n: int | None = Field(None, ge=1, le=1)
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+    n: int | None = Field(None, ge=1, le=MOST_ANSWERS, description="Answers.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, max_length=1024, description="Added to logits, by token ids."
+    )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -353,12 +366,22 @@ class CompletionFields(RequestModel):
         narrowed = self.top_k is not None or (self.top_p is not None and self.top_p < 1)
         if temperature is None:
             temperature = 1.0 if narrowed else 0.0
+        penalties: dict[str, Any] = {
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+        }
+        penalties = {name: one for name, one in penalties.items() if one}
         if temperature < _COLDEST:
-            return {}
+            return penalties
         overrides = {"top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
         # The model's own generation config may narrow; OpenAI's clients expect what they say.
         options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-        return {**options, **{name: one for name, one in overrides.items() if one is not None}}
+        return {
+            **options,
+            **penalties,
+            **{name: one for name, one in overrides.items() if one is not None},
+        }
 
     @property
     def includes_usage(self) -> bool:
@@ -386,17 +409,21 @@ class ChatRequest(CompletionFields):
         },
     )
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The last one is the user's.")
+    messages: list[ChatMessage] = Field(
+        min_length=1, description="The last one is the user's, or a tool's."
+    )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=LARGEST, description="Newer name of max_tokens; wins if both are given."
     )
-    logprobs: Literal[False] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    tools: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Likeliest tokens at each place; with logprobs."
+    )
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Choice | None = None
     functions: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
@@ -406,6 +433,41 @@ class ChatRequest(CompletionFields):
     service_tier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: chunks are their own keys.")
     safety_identifier: str | None = Field(None, description="Ignored.")
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Tools that the answer may call.
+
+        Raises:
+            ApiError: If they do not go together, or with a form of the answer.
+        """
+        chosen = self.tool_choice
+        name = chosen.function.name if isinstance(chosen, NamedTool) else chosen
+        functions = [one.function for one in self.tools or ()]
+        choice = choice_of(functions, name, self.parallel_tool_calls)
+        if choice is not None and choice.may_call and self.held_to is not None:
+            message = (
+                "an answer cannot be held to a response_format and call tools at once; leave one "
+                "of them out"
+            )
+            raise wrong(message, "response_format")
+        return choice
+
+    @property
+    def held_to(self) -> dict[str, Any] | None:
+        """The schema that the answer fits."""
+        return None if self.response_format is None else self.response_format.held_to
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many tokens are told at each place beside the chosen one; None for no place.
+
+        Raises:
+            ApiError: If a number is said without `logprobs`.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs goes with logprobs set to true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(CompletionFields):
@@ -428,7 +490,9 @@ class CompletionRequest(CompletionFields):
     ] = Field(description="A text to continue; with documents, the question. One per request.")
     best_of: int | None = Field(None, ge=1, le=1)
     echo: Literal[False] | None = None
-    logprobs: None = None
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="Likeliest tokens at each place of the answer."
+    )
     suffix: None = None
 
     @property
@@ -437,24 +501,17 @@ class CompletionRequest(CompletionFields):
 
 
 UNSUPPORTED: Final = {
+    "background": "answers are given at once; leave background out",
+    "conversation": "nothing is kept of a conversation; send all of it as input",
+    "previous_response_id": "nothing is kept of an answer; send the whole conversation as input",
     "audio": "this server answers in text only; leave audio out",
     "best_of": "one answer is given per request; leave best_of out or set it to 1",
     "echo": "the prompt is not repeated; leave echo out",
-    "frequency_penalty": "frequency_penalty is not supported; leave it out or set it to 0",
     "function_call": "functions are not supported; leave function_call out",
     "functions": "functions are not supported; leave functions out",
-    "logit_bias": "logit_bias is not supported; leave it out",
-    "logprobs": "logprobs are not supported; leave logprobs out",
     "modalities": 'this server answers in text only; leave modalities out or say ["text"]',
-    "n": "one answer is given per request; leave n out or set it to 1",
     "prediction": "predicted outputs are not supported; leave prediction out",
-    "presence_penalty": "presence_penalty is not supported; leave it out or set it to 0",
-    "response_format": 'answers are plain text; leave response_format out or say {"type": "text"}',
     "suffix": "a suffix is not supported; leave it out",
-    "tool_choice": "tools are not supported; leave tool_choice out",
-    "tool_calls": "calls of tools are not supported; leave tool_calls out",
-    "tools": "tools are not supported; leave tools out",
-    "top_logprobs": "logprobs are not supported; leave top_logprobs out",
 }
 """What is told of fields that a request may carry only with the value that changes nothing."""
 
@@ -476,45 +533,71 @@ def check_model(context: AppContext, asked: str) -> None:
         raise ApiError(Failed(404, INVALID, message, param="model", code="model_not_found"))
 
 
-def _wrong(message: str, param: str) -> ApiError:
-    return ApiError(Failed(BAD_REQUEST, INVALID, message, param=param))
-
-
 # ---------------------------------------------------------------------- what they ask
-def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> BackendRequest:
-    """What a chat asks.
+def chat_work(
+    context: AppContext, caller: Caller, body: ChatRequest, id: str = ""
+) -> BackendRequest:
+    """What a chat asks; `id` is its name, if it has one already.
 
     Raises:
         ApiError: If the last message is not the user's, or another value cannot be used.
     """
     last = len(body.messages) - 1
-    if body.messages[last].role != "user" or not body.messages[last].text.strip():
-        message = "the last message must be the user's and have text; put the question there"
-        raise _wrong(message, f"messages[{last}]")
-    turns = [
-        said("system" if one.role == "developer" else one.role, one.text) for one in body.messages
-    ]
+    is_tools = body.messages[last].role == "tool"
+    if not is_tools and (
+        body.messages[last].role != "user" or not body.messages[last].text.strip()
+    ):
+        message = (
+            "the last message must be the user's and have text, or a tool's; put the question there"
+        )
+        raise wrong(message, f"messages[{last}]")
+    turns = [one.turn(f"messages[{at}]") for at, one in enumerate(body.messages)]
+    check_calls(turns)
     system: tuple[str, ...] = ()
-    if body.documents is None:
+    turns, documents, packed = _recognised(context, caller, body, turns)
+    if documents is None:
         turns = opened(joined(turns), context.settings.system_prompt)
     else:
         told = (turn["content"] for turn in turns if turn["role"] == "system")
         system = tuple(text for text in told if text.strip())
         turns = joined(turn for turn in turns if turn["role"] != "system")
-    *history, question = turns
+    question = "" if is_tools else turns.pop()["content"]
     return _work(
         context,
         caller,
         body,
-        id=new_id("chatcmpl"),
-        question=question["content"],
-        history=tuple(Message(turn["role"], turn["content"]) for turn in history),
+        id=id or new_id("chatcmpl"),
+        question=question,
+        history=tuple(
+            Message(turn["role"], turn["content"]) if turn.keys() == _PLAIN else turn
+            for turn in turns
+        ),
         system=system,
         max_new_tokens=body.max_completion_tokens
         or body.max_tokens
         or min(DEFAULT_NEW_TOKENS, context.settings.max_answer_tokens),
-        is_chat=body.documents is None,
+        documents=documents,
+        packed=packed,
+        is_chat=documents is None,
+        tools=body.choice,
+        schema=body.held_to,
+        logprobs=body.told_logprobs,
     )
+
+
+def check_calls(turns: Sequence[Turn]) -> None:
+    """Refuse results of tools that nobody called.
+
+    Raises:
+        ApiError: If there are.
+    """
+    called: set[str] = set()
+    for at, turn in enumerate(turns):
+        called.update(call["id"] for call in turn.get("tool_calls", ()))
+        if turn["role"] == "tool" and turn["tool_call_id"] not in called:
+            missing = turn["tool_call_id"]
+            message = f"no message before it has a call with the tool_call_id {missing!r:.80}"
+            raise wrong(message, f"messages[{at}].tool_call_id")
 
 
 def completion_work(context: AppContext, caller: Caller, body: CompletionRequest) -> BackendRequest:
@@ -523,22 +606,44 @@ def completion_work(context: AppContext, caller: Caller, body: CompletionRequest
     Raises:
         ApiError: If a question over documents has no text, or another value cannot be used.
     """
-    is_plain = body.documents is None
+    (asked,), documents, packed = _recognised(context, caller, body, [said("user", body.text)])
+    is_plain = documents is None
     if not is_plain and not body.text.strip():
-        raise _wrong("the prompt is empty; ask something", "prompt")
+        raise wrong("the prompt is empty; ask something", "prompt")
     return _work(
         context,
         caller,
         body,
         id=new_id("cmpl"),
-        question=body.text,
+        question=asked["content"],
+        documents=documents,
+        packed=packed,
         max_new_tokens=body.max_tokens or min(DEFAULT_TOKENS, context.settings.max_answer_tokens),
         is_plain=is_plain,
+        logprobs=body.logprobs,
     )
 
 
+def _recognised(
+    context: AppContext, caller: Caller, body: CompletionFields, turns: list[Turn]
+) -> tuple[list[Turn], Sequence[Document] | None, Packed | None]:
+    """Turns, documents, and what was recognised where those stood in the turns."""
+    is_text = body.kvcache is not None and body.kvcache.documents is not None
+    if body.documents is not None or context.recogniser is None or is_text:
+        return turns, body.documents, None
+    found = context.recogniser.cut(turns, caller.namespace, context.settings)
+    if found is None:
+        return turns, None, None
+    cut, packed = found
+    return cut, packed.documents, packed
+
+
 def _work(
-    context: AppContext, caller: Caller, body: CompletionFields, **asked: Any
+    context: AppContext,
+    caller: Caller,
+    body: CompletionFields,
+    documents: Sequence[Document] | None,
+    **asked: Any,
 ) -> BackendRequest:
     """The request of a caller: what chat and completions have in common, and what was `asked`.
 
@@ -548,18 +653,20 @@ def _work(
     check_model(context, body.model)
     if body.stream_options is not None and not body.stream:
         message = "stream_options is for streams only; leave it out or set stream to true"
-        raise _wrong(message, "stream_options")
-    reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None)
-    documents = body.documents or ()
-    chunks = chunks_of(documents)
+        raise wrong(message, "stream_options")
+    reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None, documents=None)
+    chunks = chunks_of(documents or ())
+    if context.recogniser is not None:
+        context.recogniser.note(caller.namespace, chunks)
     return BackendRequest(
         chunks=tuple(chunks),
         places=tuple(chunks.values()),
-        scores=scores_of(documents, chunks),
+        scores=scores_of(documents or (), chunks),
         namespace=caller.namespace,
         policy=reuse.chosen(context.settings.policy),
         stop=body.stops,
         options=body.options,
         streaming=bool(body.stream),
+        n=body.n or 1,
         **asked,
     )

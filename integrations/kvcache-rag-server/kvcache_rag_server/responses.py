@@ -5,22 +5,33 @@
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from itertools import accumulate
+from typing import Any, ClassVar, Final, Literal, Protocol
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue, model_serializer
 
-from kvcache_rag.metrics import Answer, Metrics, MissReason
-from kvcache_rag_server.backend import BackendRequest, Started
+from kvcache_rag.generation.tools import Reasoning, ToolCall, UnreadableCall
+from kvcache_rag.metrics import Metrics, MissReason
+from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started, TokenLogprob
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would keep what it gets until its buffer is full
 }
+
+STREAM: Final = {
+    "text/event-stream": {
+        "schema": {"type": "string"},
+        "example": 'data: {"object":"chat.completion.chunk", …}\n\ndata: [DONE]\n\n',
+    }
+}
+"""Of routes that may stream, in their schema."""
 
 OWNER: Final = "kvcache-rag"
 """Of the models; clients know by it what server they ask."""
@@ -61,12 +72,14 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def from_metrics(cls, metrics: Metrics) -> "Usage":
-        """What an answer's metrics say."""
+    def of(cls, finished: Finished) -> "Usage":
+        """What answers to one request cost; their prompt counts once."""
+        metrics = finished.answer.metrics
+        generated = sum(one.answer.metrics.generated_tokens for one in finished.all)
         return cls(
             prompt_tokens=metrics.prompt_tokens,
-            completion_tokens=metrics.generated_tokens,
-            total_tokens=metrics.prompt_tokens + metrics.generated_tokens,
+            completion_tokens=generated,
+            total_tokens=metrics.prompt_tokens + generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(metrics)),
         )
 
@@ -95,6 +108,14 @@ class ReadDocument(BaseModel):
 
     chunk: int = Field(description="Its number, from 0.")
     nats: float = Field(description="How much likelier it makes the question than none does.")
+
+
+class RecognisedDocuments(BaseModel):
+    """Documents that an app wrote into a message."""
+
+    form: str = Field(description="Whose form it is, such as open-webui.")
+    documents: int
+    ids: list[str] = Field(description="Of the documents, as the app calls them, if it does.")
 
 
 class KVCacheReport(BaseModel):
@@ -149,11 +170,14 @@ class KVCacheReport(BaseModel):
     rotation: str
     not_deferred: str
 
+    recognised: RecognisedDocuments | None = Field(
+        description="Documents that were found in the messages; None for none."
+    )
+
     @classmethod
-    def from_metrics(
-        cls, started: Started, metrics: Metrics, numbers: Sequence[int]
-    ) -> "KVCacheReport":
-        """What backend and engine say; `numbers` are those of the chunks as documents."""
+    def of(cls, work: BackendRequest, started: Started, metrics: Metrics) -> "KVCacheReport":
+        """What backend and engine say of a request."""
+        numbers, packed = work.places, work.packed
         costs = {
             name: value for name, value in metrics.to_dict().items() if name in cls.model_fields
         }
@@ -171,23 +195,83 @@ class KVCacheReport(BaseModel):
             prefetched=started.prefetched,
             batch=started.batch,
             replica=started.replica,
+            recognised=None
+            if packed is None
+            else RecognisedDocuments(
+                form=packed.form,
+                documents=len(packed.documents),
+                ids=[one for one in packed.ids if one],
+            ),
         )
+
+
+class FunctionCall(BaseModel):
+    """What is called, and with what."""
+
+    name: str
+    arguments: str = Field(description="An object in JSON.")
+
+
+class MadeCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = Field(None, description="What it thought, read apart.")
+    tool_calls: list[MadeCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: Any) -> Any:
+        told = handler(self)
+        absent = ("reasoning_content", "tool_calls")
+        return {name: one for name, one in told.items() if one is not None or name not in absent}
+
+
+class LikelyToken(BaseModel):
+    """A token that might stand at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(description="None where the token is a part of a character.")
+
+
+class ToldToken(LikelyToken):
+    """The token that stands at a place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities of an answer's tokens."""
+
+    content: list[ToldToken]
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
-    """The only choice."""
+class TextLogprobs(BaseModel):
+    """Log probabilities of a completion's tokens."""
 
-    index: Literal[0] = 0
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] = Field(description="Characters of the tokens before.")
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int = 0
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -204,11 +288,11 @@ class ChatCompletion(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """The only choice."""
+    """One answer."""
 
-    index: Literal[0] = 0
+    index: int = 0
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -301,6 +385,32 @@ def plain(value: BaseModel) -> dict[str, JsonValue]:
     return value.model_dump(mode="json")
 
 
+class AnswerForm(Protocol):
+    """Writes the answer to one request.
+
+    Attributes:
+        done: What a stream ends with.
+    """
+
+    @property
+    def done(self) -> bytes: ...
+
+    def frame(self, data: Mapping[str, Any]) -> bytes:
+        """One event of a stream."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The events that a stream begins with."""
+
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a piece."""
+
+    def closing(self, started: Started, finished: Finished) -> list[dict[str, Any]]:
+        """The events that a stream ends with."""
+
+    def whole(self, started: Started, finished: Finished) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+
 @dataclass(frozen=True)
 class CompletionForm(ABC):
     """Writes the answers of one request in what OpenAI's objects have in common.
@@ -310,61 +420,90 @@ class CompletionForm(ABC):
         model: As it is served.
         includes_usage: Whether a stream ends with its usage.
         created: Seconds since the epoch.
+        so_far: Of each answer that is streamed, how many calls, or characters of tokens, it has.
     """
 
     body: ClassVar[type[BaseModel]]
     """Of an answer that is not streamed."""
     chunk_object: ClassVar[str]
     """Type of a chunk of a stream."""
+    done: ClassVar[bytes] = DONE
 
     work: BackendRequest
     model: str
     includes_usage: bool = False
     created: int = field(default_factory=now)
+    so_far: Counter[int] = field(default_factory=Counter, init=False)
 
     @abstractmethod
-    def choice(self, answer: Answer) -> BaseModel:
-        """The only choice of an answer that is not streamed."""
+    def choice(self, index: int, finished: Finished) -> BaseModel:
+        """One answer that is not streamed."""
 
     @abstractmethod
-    def choice_fields(self, text: str) -> dict[str, Any]:
-        """What a chunk's choice says of a piece of text; "" at the end."""
+    def said(self, piece: Piece) -> list[dict[str, Any]]:
+        """What the choices of chunks say of a piece; several where OpenAI has several."""
+
+    @abstractmethod
+    def logprobs(self, told: Sequence[TokenLogprob], index: int) -> BaseModel | None:
+        """Log probabilities of further tokens of an answer; None where none are wanted."""
+
+    def frame(self, data: Mapping[str, Any]) -> bytes:
+        """One event of a stream."""
+        return frame(data)
 
     def opening(self) -> list[dict[str, Any]]:
         """First events of a stream: none."""
         return []
 
-    def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
+    def whole(self, started: Started, finished: Finished) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return plain(
             self.body(
                 id=self.work.id,
                 created=self.created,
                 model=self.model,
-                choices=[self.choice(answer)],
-                usage=Usage.from_metrics(answer.metrics),
-                kvcache=KVCacheReport.from_metrics(started, answer.metrics, self.work.places),
+                choices=[self.choice(at, one) for at, one in enumerate(finished.all)],
+                usage=Usage.of(finished),
+                kvcache=self.report(started, finished),
             )
         )
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """A chunk of text."""
-        return self.chunk(self.choice_fields(text))
+    def report(self, started: Started, finished: Finished) -> KVCacheReport:
+        """What the first answer cost."""
+        return KVCacheReport.of(self.work, started, finished.answer.metrics)
 
-    def closing(self, started: Started, answer: Answer) -> list[dict[str, Any]]:
-        """The chunk with the reason and the cost, and the usage if it is wanted."""
-        last = self.chunk(self.choice_fields(""), reason_of(answer))
-        last["kvcache"] = plain(
-            KVCacheReport.from_metrics(started, answer.metrics, self.work.places)
-        )
-        if not self.includes_usage:
-            return [last]
-        usage = plain(Usage.from_metrics(answer.metrics))
-        return [last, {**self.chunk({}), "choices": [], "usage": usage}]
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a piece; the log probabilities stand in the first."""
+        chunks = [self.chunk(one, index=piece.index) for one in self.said(piece)]
+        if chunks and piece.logprobs:
+            chunks[0]["choices"][0]["logprobs"] = self.told(piece.logprobs, piece.index)
+        return chunks
 
-    def chunk(self, said: dict[str, Any], reason: FinishReason | None = None) -> dict[str, Any]:
+    def told(self, logprobs: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
+        """Log probabilities as a chunk has them."""
+        told = self.logprobs(logprobs, index) if logprobs else None
+        return None if told is None else plain(told)
+
+    def closing(self, started: Started, finished: Finished) -> list[dict[str, Any]]:
+        """The chunks with the reasons and the cost, and the usage if it is wanted."""
+        chunks = []
+        for index, one in enumerate(finished.all):
+            chunks.append(self.chunk(self.ending(), reason_of(one), index))
+            chunks[-1]["choices"][0]["logprobs"] = self.told(one.logprobs, index)
+        chunks[-1]["kvcache"] = plain(self.report(started, finished))
+        if self.includes_usage:
+            chunks.append({**self.chunk({}), "choices": [], "usage": plain(Usage.of(finished))})
+        return chunks
+
+    @abstractmethod
+    def ending(self) -> dict[str, Any]:
+        """What the last chunk of an answer says beside its reason."""
+
+    def chunk(
+        self, said: dict[str, Any], reason: FinishReason | None = None, index: int = 0
+    ) -> dict[str, Any]:
         """A chunk of one choice."""
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": reason}
         chunk: dict[str, Any] = {
             "id": self.work.id,
             "object": self.chunk_object,
@@ -381,16 +520,47 @@ class ChatForm(CompletionForm):
     body = ChatCompletion
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, answer: Answer) -> ChatChoice:
-        message = AssistantMessage(content=answer.text)
-        return ChatChoice(message=message, finish_reason=reason_of(answer))
+    def choice(self, index: int, finished: Finished) -> ChatChoice:
+        message = message_of(finished)
+        logprobs = self.logprobs(finished.logprobs, index)
+        reason = reason_of(finished)
+        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason)
 
     def opening(self) -> list[dict[str, Any]]:
-        """The chunk that says who speaks."""
-        return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
+        """The chunks that say who speaks."""
+        opening = {"delta": {"role": "assistant", "content": ""}}
+        return [self.chunk(opening, index=index) for index in range(self.work.n)]
 
-    def choice_fields(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def ending(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def said(self, piece: Piece) -> list[dict[str, Any]]:
+        part = piece.part
+        if isinstance(part, Reasoning):
+            return [{"delta": {"reasoning_content": part.text}}]
+        if isinstance(part, ToolCall):
+            number, call = self.so_far[piece.index], made_call(part)
+            self.so_far[piece.index] += 1
+            begun = {"id": call.id, "type": "function"}
+            named = {"name": call.function.name, "arguments": ""}
+            first = {"index": number, **begun, "function": named}
+            rest = {"index": number, "function": {"arguments": call.function.arguments}}
+            return [{"delta": {"tool_calls": [one]}} for one in (first, rest)]
+        text = part.text if isinstance(part, UnreadableCall) else piece.text
+        return [{"delta": {"content": text}}] if text else []
+
+    def logprobs(self, told: Sequence[TokenLogprob], index: int) -> ChatLogprobs | None:
+        if self.work.logprobs is None:
+            return None
+        return ChatLogprobs(
+            content=[
+                ToldToken(
+                    **_token(one.text, one.logprob),
+                    top_logprobs=[LikelyToken(**_token(*other)) for other in one.top],
+                )
+                for one in told
+            ]
+        )
 
 
 class TextForm(CompletionForm):
@@ -399,16 +569,67 @@ class TextForm(CompletionForm):
     body = Completion
     chunk_object = "text_completion"
 
-    def choice(self, answer: Answer) -> CompletionChoice:
-        return CompletionChoice(text=answer.text, finish_reason=reason_of(answer))
+    def choice(self, index: int, finished: Finished) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=finished.answer.text,
+            logprobs=self.logprobs(finished.logprobs, index),
+            finish_reason=reason_of(finished),
+        )
 
-    def choice_fields(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def ending(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def said(self, piece: Piece) -> list[dict[str, Any]]:
+        return [{"text": piece.text}] if piece.text else []
+
+    def logprobs(self, told: Sequence[TokenLogprob], index: int) -> TextLogprobs | None:
+        if self.work.logprobs is None:
+            return None
+        begun = self.so_far[index]
+        *places, self.so_far[index] = accumulate((len(one.text) for one in told), initial=begun)
+        return TextLogprobs(
+            tokens=[one.text for one in told],
+            token_logprobs=[one.logprob for one in told],
+            top_logprobs=[dict(one.top) for one in told],
+            text_offset=places,
+        )
 
 
-def reason_of(answer: Answer) -> FinishReason:
+def made_call(call: ToolCall) -> MadeCall:
+    """A call as OpenAI writes it."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return MadeCall(id=call.id, function=FunctionCall(name=call.name, arguments=arguments))
+
+
+def message_of(finished: Finished) -> AssistantMessage:
+    """An answer as a message; what should be a call and cannot be read stands as text."""
+    if finished.parts is None:
+        return AssistantMessage(content=finished.answer.text, reasoning_content=None)
+    texts = [
+        part.text if isinstance(part, UnreadableCall) else part
+        for part in finished.parts
+        if isinstance(part, str | UnreadableCall)
+    ]
+    thoughts = [part.text for part in finished.parts if isinstance(part, Reasoning)]
+    calls = [made_call(part) for part in finished.parts if isinstance(part, ToolCall)]
+    return AssistantMessage(
+        content="".join(texts) or (None if calls else ""),
+        reasoning_content="".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    is_part = "\ufffd" in text
+    return {"token": text, "logprob": logprob, "bytes": None if is_part else list(text.encode())}
+
+
+def reason_of(finished: Finished) -> FinishReason:
     """Why an answer ended."""
-    return "stop" if answer.finish_reason == "stop" else "length"
+    if any(isinstance(part, ToolCall) for part in finished.parts or ()):
+        return "tool_calls"
+    return "stop" if finished.answer.finish_reason == "stop" else "length"
 
 
 def frame(data: Mapping[str, Any]) -> bytes:

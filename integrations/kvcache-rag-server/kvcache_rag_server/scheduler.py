@@ -315,7 +315,7 @@ class Scheduler:
                 after=self._prefetch_after,
                 turn_in=partial(service.turn_in, self._queue.place(job), service.taken),
                 scores=work.scores,
-                question=work.question,
+                question=work.asked,
             )
 
     def cancel(self, job: Job) -> None:

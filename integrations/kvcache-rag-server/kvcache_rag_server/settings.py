@@ -107,6 +107,9 @@ class ServerSettings(LocalSettings, RequestLimits):
     """Further name under which the server may be asked ("*" for any); repeatable."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of another server that may ask it, such as https://app.example.org; repeatable."""
+    documents_as_text: bool = False
+    """Leave documents that apps write into messages where they stand, instead of answering as if
+    they had come in the field documents."""
     prefetch: str = "off"
     """Where chunks of waiting requests are computed: off, same (the model that answers, between
     answers), or a device with a copy of the model (cpu, cuda:1)."""

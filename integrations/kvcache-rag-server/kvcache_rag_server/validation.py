@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi.responses import JSONResponse
 
 _IN_MESSAGES: Final = {
-    "role": "must be system, developer, user or assistant; results of tools are not supported",
+    "role": "must be system, developer, user, assistant or tool",
     "type": 'must be "text": this server reads no images, audio or files',
 }
 

@@ -1,24 +1,25 @@
-"""Answer jobs with the engines of this process, one by one or in one batch.
-
-What a request asks means the same as in the integrations: with documents, only the engine's own
-instruction can stand before the chunks; without any, it is an ordinary conversation.
-"""
+"""Answer jobs with the engines of this process, one by one or in one batch."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.generation.request import retrieved_chunks
-from kvcache_rag.prompt.conversation import instructed, rendered, said
-from kvcache_rag_server.backend import Finished, Piece, Started
+from kvcache_rag_server.backend import Finished
+from kvcache_rag_server.calls import (
+    OF_SAMPLING,
+    EngineCall,
+    engine_options,
+    grounded,
+    is_sampled,
+    split,
+)
 from kvcache_rag_server.errors import USERS, failure
 from kvcache_rag_server.queue import Explained
 from kvcache_rag_server.traces import continued
@@ -28,44 +29,11 @@ if TYPE_CHECKING:
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.metrics import Answer
-    from kvcache_rag_server.backend import BackendRequest, PromptWriter
+    from kvcache_rag_server.backend import BackendRequest, Piece, Started
     from kvcache_rag_server.prefetch import Engines
     from kvcache_rag_server.queue import Job
 
 _LOG = logging.getLogger(__name__)
-
-# Options that change nothing where nothing is sampled.
-_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
-
-
-def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
-    """The question of a request with documents, and whether its instruction was another one."""
-    turns = [*(said("system", text) for text in work.system), said("user", work.question)]
-    asked, is_foreign = instructed(turns, prompts.template.system)
-    return asked[-1]["content"] if asked else work.question, is_foreign  # the engine refuses ""
-
-
-def answered_from(engine: Engine, work: BackendRequest) -> tuple[str, ...]:
-    """Chunks of a request that its policy would answer from, as far as it knows before reading."""
-    policy = work.policy or engine.policy
-    with suppress(InvalidInputError):  # which its answer will tell
-        policy, _ = engine._bound.guard.gated(policy, has_chunks=bool(work.chunks))
-    found = retrieved_chunks(work.question, work.chunks, work.scores)
-    plan = policy.plan(found)
-    is_all = plan.others is None  # in the order in which they were given
-    return work.chunks if is_all else tuple(work.chunks[at] for at in plan.order)
-
-
-def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:
-    """The text that `Engine.complete` continues: a prompt as it is, a conversation as written.
-
-    Raises:
-        InvalidInputError: If the tokenizer's chat template cannot write these messages.
-    """
-    if not work.is_chat:
-        return work.question
-    turns = [*(said(turn.role, turn.content) for turn in work.history), said("user", work.question)]
-    return rendered(prompts.render_chat, turns)
 
 
 def kind_of(work: BackendRequest) -> Hashable:
@@ -76,7 +44,8 @@ def kind_of(work: BackendRequest) -> Hashable:
 def can_share(work: BackendRequest) -> bool:
     """Whether a request may be answered in a batch: as a whole, without chance, over a context."""
     is_whole = not (work.streaming or work.is_plain or work.is_chat)
-    return is_whole and not _is_sampled(work) and work.options.keys() <= _OF_SAMPLING
+    is_greedy = not is_sampled(work) and work.options.keys() <= OF_SAMPLING
+    return is_whole and is_greedy and work.is_simple
 
 
 def is_alike(work: BackendRequest, other: BackendRequest) -> bool:
@@ -136,7 +105,7 @@ class JobRunner:
         started = time.perf_counter()
         try:
             with continued(_traces([job], [begun])):
-                answer = self._answered(job, begun)
+                finished = self._answered(job, begun)
         except Exception as error:  # whatever it is, the next job has to be answered
             if not job.cancelled.is_set():
                 job.deliver(failure(error, f"request {job.work.id}"))
@@ -144,52 +113,41 @@ class JobRunner:
         seconds = time.perf_counter() - started
         if job.cancelled.is_set():
             return Served()
-        job.deliver(Finished(answer))
-        return Served(1, seconds, seconds - answer.metrics.load - answer.metrics.reading)
+        job.deliver(finished)
+        metrics = finished.answer.metrics
+        return Served(1, seconds, seconds - metrics.load - metrics.reading)
 
-    def _answered(self, job: Job, begun: Started) -> Answer:
+    def _answered(self, job: Job, begun: Started) -> Finished:
         work = job.work
         is_begun = False
 
-        def emit(text: str) -> None:
+        def emit(piece: Piece) -> None:
             nonlocal is_begun
             if not is_begun:
                 is_begun = True
                 job.deliver(begun)
-            job.deliver(Piece(text))
+            job.deliver(piece)
 
         engine = self.engines.for_namespace(work.namespace)
-        options = _options(work)
-        options.update(cancelled=job.cancelled, emit=emit if work.streaming else None)
         with _seeded(work, engine):
-            if work.is_plain or work.is_chat:
-                answer = engine.complete(plain_prompt(engine, work), **options)
-            else:
-                question, mismatch = grounded(engine, work)
-                answer = engine.generate(
-                    question,
-                    job.inputs,
-                    policy=work.policy,
-                    history=work.history,
-                    scores=work.scores,
-                    asked=work.question,
-                    prefix_mismatch=mismatch,
-                    **options,
-                )
+            call = EngineCall.of(engine, work)
+            sends = emit if work.streaming else None
+            first, *others = call.answers(job.inputs, sends, job.cancelled)
         if not is_begun and not job.cancelled.is_set():
             job.deliver(begun)
-        return answer
+        return replace(first, others=tuple(others))
 
     def explain(self, job: Job) -> None:
         """Say what would become of a job's prompt; what goes wrong is raised."""
         work, engine = job.work, self.engines.for_namespace(job.work.namespace)
+        question, history = split(grounded(engine, work)[0])
         explanation = engine.explain(
-            grounded(engine, work)[0],
+            question,
             work.chunks,
             policy=work.policy,
-            history=work.history,
+            history=history,
             scores=work.scores,
-            asked=work.question,
+            asked=work.asked,
         )
         job.deliver(Explained(explanation.to_dict()))
 
@@ -230,16 +188,16 @@ class JobRunner:
         work = jobs[0].work
         engine = self.engines.for_namespace(work.namespace)
         works = [(job.work, job.inputs) for job in jobs]
-        asked = [
-            (grounded(engine, one)[0], chunks, one.history, one.scores, one.question)
-            for one, chunks in works
-        ]
+        asked = []
+        for one, chunks in works:
+            question, history = split(grounded(engine, one)[0])
+            asked.append((question, chunks, history, one.scores, one.asked))
         return engine.generate_batch(
             asked,
             policy=work.policy,
             prefix_mismatch=grounded(engine, work)[1],
             cancelled=cancelled,
-            **_options(work),
+            **engine_options(work),
         )
 
 
@@ -257,17 +215,6 @@ class AllCancelled(threading.Event):
     def is_set(self) -> bool:
         """Whether all are set."""
         return all(event.is_set() for event in self._events)
-
-
-def _is_sampled(work: BackendRequest) -> bool:
-    options = work.options
-    return bool(options.get("do_sample", options.get("temperature")))
-
-
-def _options(work: BackendRequest) -> dict[str, Any]:
-    left_out = {"seed"} if _is_sampled(work) else _OF_SAMPLING
-    options = {name: value for name, value in work.options.items() if name not in left_out}
-    return {**options, "max_new_tokens": work.max_new_tokens, "stop": work.stop}
 
 
 @contextmanager

@@ -28,19 +28,44 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
     return dict(body["error"])
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
-        ({"n": 2}, "n", "n out"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "tools are not supported"),
+        ({"n": 9}, "n", "less than or equal to 8"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [tool("f"), tool("f")]}, "tools", "two tools are named 'f'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", "'g', and there is f"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "pattern"),
+        (
+            {"tools": [tool("f")], "response_format": {"type": "json_object"}},
+            "response_format",
+            "held to a response_format and call tools at once",
+        ),
         ({"functions": [{}]}, "functions", "functions are not supported"),
-        ({"logprobs": True}, "logprobs", "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "plain text"),
+        ({"top_logprobs": 3}, "top_logprobs", "goes with logprobs set to true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]", "pattern"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format",
+            "type must be text, json_object",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
         ({"modalities": ["audio"]}, "modalities[0]", "text only"),
         ({"audio": {"voice": "a"}}, "audio", "text only"),
         ({"temperature": "1"}, "temperature", "valid number"),
@@ -70,7 +95,23 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ),
         ({"documents": [{"text": "a", "score": "1"}]}, "documents[0].score", "number"),
         ({"documents": [{"text": "a", "score": 10**400}]}, "documents[0].score", "number"),
-        ({"messages": [{"role": "tool", "content": "a"}, USER]}, "messages[0].role", "tools"),
+        ({"messages": [{"role": "robot", "content": "a"}, USER]}, "messages[0].role", "or tool"),
+        ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages[1]", "tool_call_id"),
+        (
+            {"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": "1"}]},
+            "messages[1].tool_call_id",
+            "no message before it has a call with the tool_call_id '1'",
+        ),
+        (
+            {"messages": [{**USER, "tool_call_id": "1"}]},
+            "messages[0].tool_call_id",
+            "belong to messages of the role tool, not user",
+        ),
+        (
+            {"messages": [call("[1]"), USER]},
+            "messages[0].tool_calls[0]",
+            "an object in JSON",
+        ),
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "messages[1]", "the user's"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0]", "have text"),
         (
@@ -80,8 +121,8 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}, USER]},
-            "messages[0].tool_calls",
-            "tools",
+            "messages[0].tool_calls[0].function",
+            "missing",
         ),
     ],
 )
@@ -106,7 +147,7 @@ async def test_a_score_that_no_json_has_is_none() -> None:
         ({"echo": True}, "echo"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "a"}, "suffix"),
-        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 6}, "logprobs"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [1, 2]}, "prompt"),

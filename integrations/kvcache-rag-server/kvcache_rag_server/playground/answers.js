@@ -13,6 +13,7 @@ const FIGURES = [
   ["cached tokens", ({ usage }) => usage && count(usage.prompt_tokens_details.cached_tokens)],
   ["computed tokens", (found) => computed(found)],
   ["chunks found", (found) => tiers(found.kvcache)],
+  ["recognised as", ({ kvcache }) => kvcache?.recognised?.form],
   ["answered from", ({ kvcache }) => kvcache && (usedOf(kvcache) || "all documents")],
   ["read, nats", ({ kvcache }) => kvcache && readOf(kvcache)],
 ];

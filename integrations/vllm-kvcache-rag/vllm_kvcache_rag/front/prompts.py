@@ -11,7 +11,7 @@ from kvcache_rag.generation.gate import template_digest
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
 from kvcache_rag.policies.relevance import Retrieved
 from kvcache_rag.prompt.renderer import PromptRenderer
-from kvcache_rag_server.worker import grounded, plain_prompt
+from kvcache_rag_server.calls import grounded, plain_prompt, split
 from vllm_kvcache_rag.transfer.params import TransferParams
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Prompts:
             InvalidInputError: If a text, or the policy, cannot be used.
             ContextTooLongError: If prompt and answer do not fit.
         """
+        _refuse(work)
         if work.is_plain or work.is_chat:
             written = WrittenPrompt(self.tokenize_text(plain_prompt(self, work)))
         else:
@@ -111,7 +112,7 @@ class Prompts:
                 f"{policy!r} recomputes tokens, which vLLM does not; ask for bestfew, reuse, "
                 "composite or full"
             )
-        question = grounded(self, work)[0]
+        question, history = split(grounded(self, work)[0])
         if policy.wants(Retrieved(question, tuple(chunks), work.scores)):
             raise InvalidInputError(
                 f"{policy!r} reads the question behind every document, for which vLLM would "
@@ -120,7 +121,7 @@ class Prompts:
         plan = policy.plan(Retrieved(question, tuple(chunks), work.scores))
         order, kept = plan.order, len(plan.brought)
         renderer = self._renderer.in_namespace(work.namespace)
-        ids = renderer.tokenize(question, [chunks[place] for place in order], work.history)
+        ids = renderer.tokenize(question, [chunks[place] for place in order], history)
         stored = ids.chunks[:kept]
         if not chunks:
             policy = FullRecompute()
@@ -158,3 +159,15 @@ class Prompts:
                 f"context window is {self.context_window}; split the document"
             )
         return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
+
+
+def _refuse(work: BackendRequest) -> None:
+    """Refuse what is done by the logits or the chat template of a model in this process."""
+    asked = {
+        "tools": work.has_calls,
+        "response_format": work.schema is not None,
+        "logprobs": work.logprobs is not None,
+        "n": work.n > 1,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise InvalidInputError(f"vLLM is not told {name}; leave it out")
