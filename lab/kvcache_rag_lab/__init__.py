@@ -1,1 +1,1 @@
-"""What measures and trains: verify, eval, bench, finetune, and the tiny reader's language."""
+"""Measuring and training: verify, eval, bench, finetune, and the tiny reader's language."""

@@ -1,4 +1,4 @@
-"""Prefill every chunk once, keep its KV cache, and prefill little more when a question comes.
+"""Prefill every chunk once, keep its KV cache, and answer questions with little more prefilling.
 
     from kvcache_rag import DiskStore, Engine
 
@@ -6,9 +6,9 @@
     engine.add(texts)
     answer = engine.generate(question, chunks=texts)
 
-Here is what most apps need; what they need now and then is in `kvcache_rag.auxiliary`, `.codecs`,
-`.errors`, `.generation`, `.kv`, `.models`, `.policies`, `.prompt`, `.stores` and `.verdict`.  Names
-are loaded when they are first used, so importing the package costs nothing.
+This package has what most apps need; the rest is in `kvcache_rag.auxiliary`, `.codecs`, `.errors`,
+`.generation`, `.kv`, `.models`, `.policies`, `.prompt`, `.stores` and `.verdict`.  Names are loaded
+on first use, so importing the package costs nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small second model that says which parts of the chunks matter for a question.
 
-CacheClip (arXiv 2510.10129, section 3.2): the auxiliary model has cached chunks of its own,
-stitched like those of the main model; the question runs over them, and what it attends to in the
-last layer says which tokens the main model computes again.
+CacheClip (arXiv 2510.10129, section 3.2): the auxiliary model has its own cached chunks, stitched
+like the main model's.  The question runs over them, and its attention in the last layer says which
+tokens the main model computes again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ChunkAttention:
 
     Attributes:
         text: The chunk's text.
-        offsets: Per token of the auxiliary model its characters in `text`; empty for the tokens of
-            the chunk's wrapper.
-        weights: `(tokens,)` float32: attention of the last layer, mean of heads and query tokens.
+        offsets: Per token of the auxiliary model its characters in `text`; empty for tokens of the
+            chunk's wrapper.
+        weights: `(tokens,)` float32: attention of the last layer, mean over heads and query tokens.
         misses: Parts of the chunk that were not cached, and are now.
     """
 
@@ -60,14 +60,14 @@ class ChunkAttention:
 
     @property
     def character_scores(self) -> Tensor:
-        """`(characters,)` float32: each character has the weight of the token over it."""
+        """`(characters,)` float32: each character has the weight of its token."""
         known = [(span, index) for index, span in enumerate(self.offsets) if span[0] < span[1]]
         weights = self.weights[[index for _, index in known]]
         return spread([span for span, _ in known], weights, len(self.text))
 
 
 class CharacterScores(list["Tensor"]):
-    """Per chunk `(characters,)` float32, and what they cost.
+    """Per chunk `(characters,)` float32, and the misses they cost.
 
     Attributes:
         misses: Chunks of the auxiliary model that it had to prefill first.
@@ -96,31 +96,31 @@ class _Piece:
 
 
 class Auxiliary(NamedArguments):
-    """Scores the characters of chunks by the attention of a small model (a `policies.base.Scorer`).
+    """Scores the characters of chunks by a small model's attention (a `policies.base.Scorer`).
 
-    It may have any tokenizer, template and store of its own.  Chunks that it does not hold are
-    prefilled and stored when they are scored; `prefill` does it ahead.  Calls may come from any
-    thread and run while the main model loads its chunks.
+    It may have its own tokenizer, template and store.  Chunks it does not hold are prefilled and
+    stored when scored, or ahead by `prefill`.  Calls may come from any thread and run while the
+    main model loads its chunks.
 
-    What does not fit its context window is scored in parts: a chunk longer than half of the window
-    is cut where there is a space, and chunks that do not fit together are scored by several passes
-    of the question.  Weights of different passes can be compared because in each the question also
-    attends to prefix and question.
+    What does not fit its context window is scored in parts: a chunk longer than half the window is
+    cut, at a space if possible, and chunks that do not fit together take several passes of the
+    question.  Weights of different passes can be compared because in each the question also attends
+    to prefix and question.
 
     Attributes:
-        engine: The auxiliary model's own engine.
+        engine: The auxiliary model's engine.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Score with the model, the template and the store of `engine`.
+        """Score with the model, template and store of `engine`.
 
         Args:
-            engine: A model with keys that can be moved.  It may be the very engine that answers:
-                nothing but its model and its store is shared with it, not even its lock.
+            engine: Its model's keys must be movable.  It may be the answering engine itself, which
+                then shares its model and store, but not its lock.
 
         Raises:
             InvalidInputError: If it is no engine.
-            UnsupportedModelError: If its chunks cannot be moved, or its attention cannot be seen.
+            UnsupportedModelError: If its chunks cannot be moved, or its attention cannot be read.
         """
         if not isinstance(engine, Engine):
             raise InvalidInputError(
@@ -157,10 +157,10 @@ class Auxiliary(NamedArguments):
 
         Args:
             name: Hub id, folder, or "tiny".
-            store: Where its chunks go, None for 1 GiB of memory; it may be the main engine's.
-            device: The CPU unless said otherwise: it works there while the main model loads.
-            options: Further arguments of `Engine.from_pretrained`; give it the `namespace` of the
-                main engine where tenants are kept apart.
+            store: Where its chunks go, None for 1 GiB of memory; may be the main engine's.
+            device: Where it runs; by default the CPU, while the main model loads.
+            options: Further arguments of `Engine.from_pretrained`; to separate tenants, pass the
+                main engine's `namespace`.
 
         Raises:
             InvalidInputError: If the model cannot be loaded.
@@ -191,13 +191,13 @@ class Auxiliary(NamedArguments):
         )
 
     def in_namespace(self, namespace: str) -> Auxiliary:
-        """The same for another tenant, who cannot notice what the first one's questions stored."""
+        """The same for another tenant, who cannot notice what the first one stored."""
         other = type(self)(self.engine.in_namespace(namespace))
         other._name, other._lock, other._memory = self._name, self._lock, self._memory
         return other
 
     def forget_buffer(self) -> None:
-        """Release the memory of the last chunks scored."""
+        """Release the memory of the chunks scored last."""
         with self._lock:
             self._memory.forget()
 
@@ -208,18 +208,18 @@ class Auxiliary(NamedArguments):
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
-        """Prefill and store what the auxiliary model does not hold yet, at ingestion.
+        """Prefill and store, at ingestion, what the auxiliary model does not hold yet.
 
         Args:
-            chunks: Texts, as they are given to the main engine.
+            chunks: Texts, as given to the main engine.
             show_progress: Whether to show a bar.
-            cancelled: As for `Engine.add`.
+            cancelled: See `Engine.add`.
 
         Returns:
-            Keys of the parts, in order; a chunk that fits half of the context window is one.
+            Keys of the parts, in order; a chunk that fits half the context window is one part.
 
         Raises:
-            concurrent.futures.CancelledError: As for `Engine.add`.
+            concurrent.futures.CancelledError: See `Engine.add`.
         """
         texts = [piece.text for piece in self._pieces(chunks)]
         # Not `add`: the engine may be the very one whose chunks these are.
@@ -244,7 +244,7 @@ class Auxiliary(NamedArguments):
         return CharacterScores((attention.character_scores for attention in found), misses)
 
     def attention(self, question: str, chunks: Sequence[str]) -> list[ChunkAttention]:
-        """The same by tokens of the auxiliary model; arguments and errors as for `scores`."""
+        """Like `scores`, but per token of the auxiliary model."""
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
         # The main model may be this very one, whose answer waits for these scores.

@@ -1,4 +1,4 @@
-"""The public face: add chunks once, then answer questions that only prefill the question."""
+"""The public API: add chunks once, then prefill only the question to answer it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _FURTHER: Final = ("history", "scores", "asked")  # of a question of a batch, be
 class Engine(NamedArguments):
     """Answers questions over chunks whose keys and values were prefilled once.
 
-    Calls may come from any thread; the model works on one at a time, also for several engines.
+    Calls may come from any thread; the model handles one at a time, even for several engines.
 
     Attributes:
         model: The transformers or PEFT model, as it was given.
@@ -94,7 +94,7 @@ class Engine(NamedArguments):
         store: Where chunks are kept.
         combinations: Where chunks that were computed together are kept.
         template: How prompts are written.
-        auxiliary: Scores chunks for policies that bring no scorer of their own, or None.
+        auxiliary: Scorer for policies that have none themselves, or None.
         namespace: Tenant; other namespaces never see its chunks.
         context_window: Longest prompt plus answer, in tokens.
     """
@@ -117,33 +117,33 @@ class Engine(NamedArguments):
         prompt_memory: int | None = None,
         none_below: float | None = None,
     ) -> None:
-        """Measure the model and bind the template.
+        """Probe the model and bind the template.
 
         Args:
             model: A loaded transformers causal language model, on one device; or a PEFT model
                 around it.
             tokenizer: Its tokenizer.
             store: Where chunks go; None for 1 GiB of memory.
-            combinations: Where chunks go that were computed together (`Combination()`); None for 1
-                GiB of memory, `MemoryStore(0)` for nowhere.  A store of their own, with a limit of
-                its own, lets them never push out single chunks.
+            combinations: Where chunks computed together go (`Combination()`); None for 1 GiB of
+                memory, `MemoryStore(0)` for nowhere.  With a separate store and limit they never
+                push out single chunks.
             template: None for the default instruction.
-            policy: What is reused, or the name of that, such as "cacheblend:0.2"; None for what the
-                model was trained for: `Reuse()` if it, or its adapter, says that it was fine-tuned
-                for blocks, else `BestFew()`, or `BestLast(0.5)` if it is wide; where that needs
-                what the model cannot do (`refusal`) its chunks are then answered by full prefill,
-                with one warning.  `LegoLink` cuts the chunks of a model with recurrent layers,
-                which others do not find then.
+            policy: A policy, or its name such as "cacheblend:0.2".  None for what the model was
+                trained for: `Reuse()` if the model or its adapter says that it was fine-tuned for
+                blocks, else `BestFew()`, or `BestLast(0.5)` if it is wide.  If the model cannot do
+                what this default needs (`refusal`), a full prefill answers, with one warning.
+                `LegoLink` cuts the chunks of a model with recurrent layers; engines with other
+                policies do not find these.
             namespace: Tenant.
-            context_window: As `EngineSettings`.
-            packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
-                and values.
-            auxiliary: Scores chunks for policies that choose tokens by a question and bring no
-                scorer of their own, in a thread beside the loading.
-            gate: As `EngineSettings`; or a `Gate` or a `Verdict`.
-            rotation: As `EngineSettings`.
-            prompt_memory: As `EngineSettings`.
-            none_below: As `EngineSettings`.
+            context_window: See `EngineSettings`.
+            packed_attention: Replace stock sdpa attention with an equal one that does not repeat
+                keys and values.
+            auxiliary: Scorer for policies that choose tokens by the question and have none
+                themselves.  It runs in a thread while chunks load.
+            gate: See `EngineSettings`; or a `Gate` or a `Verdict`.
+            rotation: See `EngineSettings`.
+            prompt_memory: See `EngineSettings`.
+            none_below: See `EngineSettings`.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -238,29 +238,29 @@ class Engine(NamedArguments):
         """Load a model and make an engine for it.
 
         Args:
-            name: As `model` of `EngineSettings`.
+            name: See `model` of `EngineSettings`.
             store: Where chunks go.
-            template: None for the one the model brings along (`prompt_template.json`), else the
+            template: None for the one that comes with the model (`prompt_template.json`), else the
                 default.
-            dtype: As `EngineSettings`.
-            device: As `EngineSettings`.
-            model_kwargs: As `EngineSettings`.
-            tokenizer: A loaded one, or the name of one; None for the model's own.
-            gguf_file: Name of a GGUF file in that folder or on the hub.
-            adapter: As `EngineSettings`.
-            weight_format: As `EngineSettings`.
-            backend: As `EngineSettings`.
-            combinations: As `Engine`; so are the others behind it.
+            dtype: See `EngineSettings`; a torch dtype works too.
+            device: See `EngineSettings`.
+            model_kwargs: See `EngineSettings`.
+            tokenizer: A loaded tokenizer or its name; None for the model's own.
+            gguf_file: Name of a GGUF file in that folder or hub repository.
+            adapter: See `EngineSettings`.
+            weight_format: See `EngineSettings`.
+            backend: See `EngineSettings`.
+            combinations: See `Engine`, as for all arguments below.
             policy: What is reused.
             namespace: Tenant.
             context_window: Longest prompt plus answer.
             packed_attention: Whether stock attention is replaced.
             auxiliary: Scores chunks.
-            gate: Lets policies through.
+            gate: Decides which policies may answer.
             rotation: When keys are rotated.
             prompt_memory: Bytes for the last prompts.
-            none_below: Nats below which no chunk says what is asked.
-            unknown: None there are.
+            none_below: Nats by which a chunk must make the question likelier.
+            unknown: Refused.
 
         Raises:
             InvalidInputError: If the model cannot be loaded, or an argument is unknown.
@@ -320,9 +320,9 @@ class Engine(NamedArguments):
         )
 
     def in_namespace(self, namespace: str) -> Self:
-        """An engine for another tenant: the same model, stores and settings, other chunks.
+        """An engine for another tenant: the same model, stores and settings, but other chunks.
 
-        Nothing is measured anew, and nothing waits for the model, which works for one at a time.
+        The model is not probed again, and the call does not wait for it.  Both engines take turns.
         """
         other = copy.copy(self)
         other.namespace = check_name("namespace", namespace)
@@ -335,11 +335,11 @@ class Engine(NamedArguments):
         return other
 
     def weights_changed(self) -> None:
-        """Say that weights of the model were written through `.data`, which nothing else tells.
+        """Tell the engine that weights were written through `.data`, which it cannot notice itself.
 
-        PEFT's switching and merging, `load_state_dict`, optimisers and in-place operations are
-        noticed by themselves, before every question.  After a write through `.data` that is not
-        told of, answers mix the old and the new weights.
+        Before every question it notices PEFT's switching and merging, `load_state_dict`, optimisers
+        and in-place operations.  After an unreported write through `.data`, answers mix the old and
+        the new weights.
         """
         if self._bound.weights is not None:
             self._adapter.weights.written()
@@ -369,7 +369,7 @@ class Engine(NamedArguments):
 
     @property
     def policy(self) -> ReusePolicy:
-        """What is reused when a call does not say."""
+        """The policy of calls that name none."""
         return self._bound.guard.policy
 
     @policy.setter
@@ -383,7 +383,7 @@ class Engine(NamedArguments):
 
     @property
     def gate(self) -> Gate | None:
-        """Which policies are let through; None for all."""
+        """Which policies may answer; None for all."""
         gate = self._bound.guard.gate
         return None if gate is None else gate.gate
 
@@ -394,9 +394,9 @@ class Engine(NamedArguments):
 
     @property
     def why_useless(self) -> str:
-        """Why storing chunks is of no use to answers by the engine's policy, "" if it is of use.
+        """Why stored chunks do not help answers by the engine's policy; "" if they do.
 
-        What cannot be stitched may still be the one chunk that `BestFew` takes from the store.
+        Even if chunks cannot be stitched, `BestFew` may take one from the store.
         """
         guard = self._follow().guard
         return guard.why_useless(guard.policy)
@@ -408,7 +408,7 @@ class Engine(NamedArguments):
 
     @property
     def prefix_text(self) -> str:
-        """What stands before the first chunk of every prompt."""
+        """The text before the first chunk of every prompt."""
         return self._reader.prefix_text
 
     @property
@@ -418,12 +418,12 @@ class Engine(NamedArguments):
 
     @property
     def identity(self) -> Identity:
-        """What a verdict of `kvcache-rag verify` about this engine is about."""
+        """What a verdict of `kvcache-rag verify` must match to apply to this engine."""
         bound = self._follow()
         return identity(bound.capturing, bound.renderer)
 
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
-        """Addresses of chunks, computed from their tokens; nothing is prefilled."""
+        """Keys of chunks, computed from their tokens; nothing is prefilled."""
         bound = self._follow()
         _ = bound.capturing
         return [chunk.key for chunk in bound.request_builder.chunks(texts)]
@@ -433,7 +433,7 @@ class Engine(NamedArguments):
         return self._bound.capturing.layout.nbytes(key.tokens)
 
     def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
-        """The key of a chunk whose digest, spec and length were noted elsewhere.
+        """Return the key of a chunk from its digest, spec and length, as noted elsewhere.
 
         Raises:
             FingerprintMismatchError: If it was made by another model, dtype, codec or prefix.
@@ -455,14 +455,14 @@ class Engine(NamedArguments):
         *,
         question: str = "",
     ) -> list[ChunkKey]:
-        """Addresses of what an answer over `chunks` will load; nothing is prefilled.
+        """Keys of the chunks that an answer over `chunks` will load; nothing is prefilled.
 
         Args:
             chunks: As for `generate`.
-            policy: What will be reused; of a full prefill, or one that the gate replaces by it,
-                nothing is.
+            policy: Policy of the answer.  A full prefill, or a policy that the gate replaces with
+                it, loads nothing.
             scores: As for `generate`.
-            question: By which a policy may choose among the chunks.
+            question: The question, by which a policy may choose chunks.
 
         Returns:
             In prompt order.
@@ -490,11 +490,11 @@ class Engine(NamedArguments):
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
-        """Prefill and store what is not stored yet; nothing is computed twice.
+        """Prefill and store the chunks that are not stored yet; nothing is computed twice.
 
-        Auxiliary models (of the engine, of its policy) prefill their own chunks of the same texts
-        (`Auxiliary.prefill`).  `delete` does not reach these: their store evicts them by their age.
-        What such a store cannot keep is a miss when a question comes (`Metrics.auxiliary_misses`).
+        Auxiliary models of the engine and its policy prefill their own chunks of the same texts
+        (`Auxiliary.prefill`).  `delete` does not reach these; their store evicts them by age.  What
+        that store cannot keep is a miss for the next question (`Metrics.auxiliary_misses`).
 
         Args:
             texts: Chunks.
@@ -508,8 +508,9 @@ class Engine(NamedArguments):
             concurrent.futures.CancelledError: If it was stopped; what was computed stays stored.
             ContextTooLongError: If a chunk does not fit the context window; nothing is computed
                 then.
-            UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
-                cannot be moved warns, once, where the policy moves chunks (`why_useless`).
+            UnsupportedModelError: If the model keeps no keys and values per token.  If only its
+                keys cannot be moved, the engine warns once, if the policy moves chunks
+                (`why_useless`).
         """
         texts = check_list("chunks", texts, "texts")
         keys = self._add(texts, show_progress=show_progress, cancelled=cancelled)
@@ -567,11 +568,11 @@ class Engine(NamedArguments):
         """Prefill lists of chunks, each list together, for questions asked with `Combination()`.
 
         Args:
-            combinations: Chunks of each, in the order in which they will stand in the prompt.
+            combinations: Lists of chunks, each in prompt order.
             show_progress: Whether to show a bar.
 
         Returns:
-            Their keys, in order; a list of one chunk is that chunk.
+            A key per list, in order; for a list of one chunk, the chunk's key.
 
         Raises:
             InvalidInputError: If a list is empty or a chunk cannot be used.
@@ -590,12 +591,12 @@ class Engine(NamedArguments):
         return [chunk.key for chunk in joined]
 
     def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
-        """Bring chunks and combinations out of slower tiers into the fastest one.
+        """Load chunks and combinations from slower tiers into the fastest one.
 
-        The model is not needed for it; what is nowhere, or is there already, is left alone.
+        The model is not needed.  Keys that no store has, or that are there already, are skipped.
 
         Returns:
-            How many were brought.
+            How many were loaded.
         """
         layout = self._bound.capturing.layout
         brought, wanted = 0, dict.fromkeys(listed_keys(keys))
@@ -610,9 +611,10 @@ class Engine(NamedArguments):
         return brought
 
     def delete(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop chunks and combinations at once, and the combinations of which such a chunk is part.
+        """Drop chunks and combinations at once, and known combinations that contain such a chunk.
 
-        Whoever asks for one again has it computed again.
+        A combination is known if this process used or computed it.  Later requests compute deleted
+        chunks again.
         """
         gone = listed_keys(keys)
         for key in gone:
@@ -641,7 +643,7 @@ class Engine(NamedArguments):
             return sum(store.delete_namespace(self.namespace) for store in stores)
 
     def forget_buffer(self) -> None:
-        """Release the memory of the last prompt, which the next one would have used again."""
+        """Release the memory of the last prompts, which the next ones would reuse."""
         with self._lock:
             self._bound.runner.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)
@@ -655,12 +657,12 @@ class Engine(NamedArguments):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Chat messages as one prompt for `complete`, by the tokenizer's chat template.
+        """Write chat messages as one prompt for `complete`, with the tokenizer's chat template.
 
         Args:
-            messages: Each with `role` and `content`; as chat templates read them, with
-                `tool_calls`, `name` and `tool_call_id` where tools are called.
-            tools: That the template describes, each `{"type": "function", "function": {...}}`.
+            messages: Each with `role` and `content`, and `tool_calls`, `name` and `tool_call_id`
+                for tool calls, as chat templates read them.
+            tools: Those the template describes, each `{"type": "function", "function": {...}}`.
             chat_template_kwargs: Values of its variables, such as `{"enable_thinking": False}`.
 
         Raises:
@@ -670,15 +672,15 @@ class Engine(NamedArguments):
         return self._reader.render_chat(messages, arguments)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
-        """A prompt for `complete` of which users or documents brought parts.
+        """Write a prompt for `complete` with parts from users or documents.
 
-        Literals of control tokens are text in these parts, and control tokens elsewhere.  Whatever
-        is added to the prompt afterwards makes it an ordinary text again, all literals in it
-        control tokens.
+        In these parts, literals of control tokens are text; elsewhere they are control tokens.
+        Adding to the prompt later makes it an ordinary string, in which all literals are control
+        tokens.
 
         Args:
-            write: Writes the prompt, with each brought part as its argument gives it; called
-                several times.
+            write: Writes the prompt, passing each such part through its argument; called several
+                times.
 
         Raises:
             InvalidInputError: If the tokenizer cannot tell a literal from a control token.
@@ -691,18 +693,18 @@ class Engine(NamedArguments):
         chunks: Sequence[str] = (),
         history: Sequence[Message | Mapping[str, Any]] = (),
     ) -> PromptIds:
-        """The very ids that every path uses."""
+        """Token ids of a prompt, exactly as every path uses them."""
         return self._reader.tokenize(question, chunks, history)
 
     def tokenize_text(self, prompt: str) -> tuple[int, ...]:
-        """The ids that `complete` continues, literals of control tokens read as such.
+        """Token ids that `complete` continues; literals of control tokens are read as such.
 
-        In what `render_chat` wrote, those that a message brought are text.
+        In a prompt from `render_chat`, literals inside messages are text.
         """
         return self._reader.text_ids(prompt)
 
     def brought_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text of users or documents by itself, to count or to cut it."""
+        """Token ids of a text from users or documents, to count or to cut it."""
         return self._reader.brought_ids(text)
 
     @shows(AnswerOptions)
@@ -713,16 +715,15 @@ class Engine(NamedArguments):
 
         Args:
             question: Not empty.
-            chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order,
-                unless the policy has another.
-            options: As `AnswerOptions` has them, and further arguments of transformers'
-                `generate()`.
+            chunks: Texts, keys, or both (`StoredChunk`), best first.  The prompt has this order
+                unless the policy changes it.
+            options: See `AnswerOptions`; also further arguments of transformers' `generate()`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
-            UnsupportedModelError: If a policy that was asked for moves chunks and the model's keys
-                cannot move; without one it answers by full prefill, with one warning.
+            UnsupportedModelError: If the policy asked for moves chunks and the model's keys cannot
+                move.  The default policy then gives way to a full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
         asked = Question(question, listed_chunks(chunks), options)
@@ -740,11 +741,11 @@ class Engine(NamedArguments):
     def generate_batch(
         self, questions: Sequence[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Answer]:
-        """Answer several questions in one padded batch; equals the single answers.
+        """Answer several questions in one padded batch; the answers equal single ones.
 
         Args:
-            questions: Question and chunks of each, then, as far as it has them, its history, the
-                scores of its chunks, and what is asked (`asked`).
+            questions: For each a tuple: question, chunks, and optionally history, scores of the
+                chunks, and `asked`.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
         cancelled, given = options.pop("cancelled", None), without_none(options)
@@ -756,12 +757,11 @@ class Engine(NamedArguments):
 
     @shows(CompletionOptions)
     def complete(self, prompt: str, **options: Unpack[CompletionOptions]) -> Answer:
-        """Continue a text as it is, without template and chunks.
+        """Continue a text as it is, without template or chunks.
 
         Args:
             prompt: Not empty; the beginning-of-sequence token is added unless it is there.
-            options: As `CompletionOptions` has them, and further arguments of transformers'
-                `generate()`.
+            options: See `CompletionOptions`; also further arguments of transformers' `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
         asked = Question(prompt, (), options, is_completion=True)
@@ -811,16 +811,15 @@ class Engine(NamedArguments):
     ) -> Explained:
         """What `generate` would reuse and compute for this question now; no token is generated.
 
-        A policy that chooses tokens has the context loaded to choose from, so chunks that are
-        missing are prefilled and stored, as `generate` would; so are those that are read before
-        (`BestRead()`, `none_below`).  With others (`Reuse()`, `FullRecompute()`, `Combination()`)
-        nothing is computed or loaded.  A damaged file counts as
-        cached until it is read.
+        A policy that chooses tokens needs the context loaded, so missing chunks are prefilled and
+        stored, as by `generate`; so are chunks that are read first (`BestRead()`, `none_below`).
+        Other policies (`Reuse()`, `FullRecompute()`, `Combination()`) compute and load nothing.  A
+        damaged file counts as cached until it is read.
 
         Args:
             question: Not empty.
             chunks: As for `generate`.
-            policy: What to reuse, or the name of that; None for the engine's own.
+            policy: A policy or its name; None for the engine's own.
             history: Earlier turns, oldest first.
             scores: As for `generate`.
             asked: As for `generate`.
@@ -853,15 +852,15 @@ class Engine(NamedArguments):
         *,
         cancelled: threading.Event | None = None,
     ) -> Reading:
-        """How likely the question is behind each chunk by itself: which of them it may be about.
+        """How likely the question is after each chunk alone, to see which ones it may be about.
 
-        No retriever is needed for it and nothing is trained.  A chunk that is cached costs the
-        question's tokens; the others are prefilled and stored first.
+        This needs no retriever and no training.  A cached chunk costs the question's tokens; others
+        are prefilled and stored first.
 
         Args:
             question: Not empty.
             chunks: As for `generate`.
-            cancelled: Once set, stops it.
+            cancelled: Once set, stops reading.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
@@ -895,7 +894,7 @@ class Engine(NamedArguments):
             question: Not empty.
             chunks: As for `generate`.
             policy: As for `explain`.
-            answer_ids: Tokens of an answer, read behind the query as part of it.
+            answer_ids: Tokens of an answer, read after the query as part of it.
 
         Returns:
             `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
@@ -1013,10 +1012,10 @@ def _planned_batch(bound: Bound, questions: Sequence[Question]) -> list[Planned]
 
 
 def like(engine: Engine, **changes: Any) -> Engine:
-    """Another engine with the model, the stores and the options of `engine`, but for `changes`.
+    """Another engine with the model, stores and options of `engine`, except `changes`.
 
     Args:
-        engine: Its attributes count as they are now; what it does not show, as it was given.
+        engine: Its current attributes count; other options are as given.
         changes: Arguments of `Engine`; None for the default of an option.
     """
     options = {name: getattr(engine, name, value) for name, value in engine._options.items()}
@@ -1024,7 +1023,7 @@ def like(engine: Engine, **changes: Any) -> Engine:
 
 
 def unwarned(engine: Engine) -> Engine:
-    """The engine for who compares policies, and so asks for each of them on purpose."""
+    """The engine without warnings, for comparing policies on purpose."""
     other = copy.copy(engine)
     other._guard(compares=True)
     return other

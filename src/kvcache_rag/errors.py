@@ -1,4 +1,4 @@
-"""Everything this package raises for a user's situation.
+"""The errors that this package raises on purpose.
 
     KVCacheRagError
     ├── UnsupportedModelError     the model's cache cannot be captured or moved: layer and reason
@@ -53,7 +53,7 @@ class KVCacheRagError(Exception):
 
 
 class UnsupportedModelError(KVCacheRagError):
-    """The model keeps its context in a way that cannot be captured or moved."""
+    """The model keeps its context in a form that cannot be captured or moved."""
 
 
 def refuse(why: str) -> None:
@@ -67,7 +67,7 @@ class ChunkNotFoundError(KVCacheRagError):
 
 
 class CorruptChunkError(ChunkNotFoundError):
-    """The stored bytes are not those of the chunk asked for; they were put aside."""
+    """The stored bytes are not those of the requested chunk; they were put aside."""
 
 
 class UntrustedChunkError(ChunkNotFoundError):
@@ -75,7 +75,7 @@ class UntrustedChunkError(ChunkNotFoundError):
 
 
 class UnreadableChunkError(ChunkNotFoundError):
-    """The store could not be asked, or what it holds may not be read."""
+    """The store could not be asked, or may not read what it holds."""
 
 
 class FingerprintMismatchError(KVCacheRagError):
@@ -83,11 +83,11 @@ class FingerprintMismatchError(KVCacheRagError):
 
 
 class ContextTooLongError(KVCacheRagError):
-    """More tokens than the model's context window holds."""
+    """There are more tokens than the model's context window holds."""
 
 
 class InvalidInputError(KVCacheRagError, ValueError):
-    """An argument that cannot be used."""
+    """An argument cannot be used."""
 
 
 class RemoteServerError(KVCacheRagError):
@@ -141,15 +141,15 @@ def check_settings(
 
 
 def check_list(name: str, values: Iterable[_Member] | None, of: str) -> list[_Member]:
-    """Values as a list, which can be looked at more than once; none for None.
+    """Values as a list, which can be read more than once; empty for None.
 
     Args:
-        name: Of the argument, for the message.
-        values: What was given.
-        of: What belongs in there, for the message.
+        name: Name of the argument, for the message.
+        values: The argument.
+        of: What it should contain, for the message.
 
     Raises:
-        InvalidInputError: If it is one text, or nothing that has members.
+        InvalidInputError: If it is one text, or not iterable.
     """
     if isinstance(values, str):
         raise InvalidInputError(f"{name} must be a list of {of}, not one text")
@@ -160,15 +160,15 @@ def check_list(name: str, values: Iterable[_Member] | None, of: str) -> list[_Me
 
 
 def check_name(kind: str, name: object) -> str:
-    """Return a name that is a text.
+    """Return a name if it is a text.
 
     Args:
         kind: What it names, for the message.
         name: The name.
 
     Raises:
-        InvalidInputError: If it is something else, or holds a half of a surrogate pair, which no
-            file, digest or answer can hold.
+        InvalidInputError: If it is something else, or holds half a surrogate pair, which no file,
+            digest or answer can hold.
     """
     if not isinstance(name, str):
         raise InvalidInputError(f"the {kind} must be a text, not {_shown(name)}")
@@ -182,14 +182,14 @@ def check_name(kind: str, name: object) -> str:
 
 
 def check_unicode(what: str, text: str) -> str:
-    """Return a text that somebody else wrote.
+    """Return a text if it is valid Unicode.
 
     Args:
-        what: It is, for the message.
+        what: Name of the text, for the message.
         text: The text.
 
     Raises:
-        InvalidInputError: If it holds a half of a surrogate pair, as some PDF readers make them.
+        InvalidInputError: If it holds half a surrogate pair, as some PDF readers produce.
     """
     try:
         text.encode()
@@ -202,9 +202,9 @@ def check_unicode(what: str, text: str) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> str:
-    """A path as text, with the home folder in place of a `~` or `~user` at its beginning.
+    """A path as text, with a leading `~` or `~user` replaced by the home folder.
 
-    A shell does that for a word of its own alone: not behind `--name=`, nor in a settings file.
+    A shell only does that for separate words: not after `--name=`, nor in a settings file.
     """
     return os.path.expanduser(os.fspath(path))
 
@@ -214,10 +214,10 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(?:b|bytes?)?",
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes, as people write it: 10GB, 1.5 MiB, 4096.
+    """Read a number of bytes as people write it: 10GB, 1.5 MiB, 4096.
 
     Raises:
-        ValueError: If it is none; its message is the rest of a sentence.
+        ValueError: If it is not one; its message is the rest of a sentence.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):
@@ -262,7 +262,7 @@ _ALIKE: Final = 0.75
 
 
 def close_to(name: str, known: Collection[str]) -> str:
-    """The known name that was probably meant; "" if none is like it."""
+    """The known name that was probably meant; "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, [*known], 1, _ALIKE)), "")
 
 
@@ -272,13 +272,13 @@ def refuse_unknown(
     what: str,
     elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse arguments that would be taken without a word and do nothing.
+    """Refuse arguments that would otherwise be silently ignored.
 
     Args:
         given: Names of the arguments.
-        known: Those that there are.
+        known: Names that exist.
         what: "argument of ...", for the sentence.
-        elsewhere: How what other names mean is said here.
+        elsewhere: For names used elsewhere, how to say the same here.
 
     Raises:
         InvalidInputError: Naming the first unknown one, and the one that was probably meant.
@@ -300,9 +300,9 @@ def arguments_of(*takers: Callable[..., Any]) -> frozenset[str]:
 
 
 class NamedArguments:
-    """Whose constructor refuses a keyword that it does not have, by the one that was meant.
+    """A class whose constructor refuses unknown keywords and names the one that was meant.
 
-    A subclass whose own constructor takes any keyword refuses what it does not know itself.
+    A subclass whose constructor takes any keyword must refuse unknown ones itself.
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
@@ -332,10 +332,10 @@ def _arguments(kind: type) -> frozenset[str]:
 
 
 def first_problem(problems: Iterable[Mapping[str, Any]]) -> InvalidInputError:
-    """What pydantic found of settings, as one sentence: the same wherever they were said.
+    """Turn pydantic's first problem into an error of one sentence, whatever the settings' source.
 
     Args:
-        problems: `errors()` of its `ValidationError`; the first is told.
+        problems: `errors()` of its `ValidationError`.
     """
     first = next(iter(problems))
     cause = first.get("ctx", {}).get("error")

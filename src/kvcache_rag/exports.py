@@ -1,4 +1,4 @@
-"""Public names of a package, each written once and imported when it is first used.
+"""Public names of a package, each written once and imported on first use.
 
     if TYPE_CHECKING:
         from kvcache_rag.engine import Engine as Engine

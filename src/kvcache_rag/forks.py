@@ -1,7 +1,7 @@
-"""What is open, in other processes: locks of a forked child, and what is sent to be opened again.
+"""Open objects in other processes: locks in a forked child, and objects reopened after pickling.
 
-The threads that may have held a lock do not exist in a forked child, which can take it.  Every lock
-of the package is made here, so that none is forgotten (`tests/test_forks.py`).
+Threads that may have held a lock do not exist in a forked child, so the child can take it.  Every
+lock of the package is made here, so that none is forgotten (`tests/test_forks.py`).
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Reopened(NamedArguments):
-    """Pickled as the arguments that it was opened with.
+    """An object that is pickled as the arguments it was opened with.
 
-    Locks, threads and connections cannot be sent, and what is kept in memory alone stays where it
-    is.  In this process a second one would only be less, so a copy is the same object.
+    Locks, threads and connections cannot be sent, and content kept only in memory stays behind.  In
+    this process a copy is the same object, because a second one would only have less.
     """
 
     _opened: tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What an answer cost, what would make it cost less, and the answer itself."""
+"""What an answer cost, why chunks were not cached, and the answer itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvcache_rag.errors import InvalidInputError
 MissReason: TypeAlias = Literal[
     "not prefilled", "evicted", "damaged", "not signed", "unreadable", "other model", "other text"
 ]
-"""Why a chunk had to be computed.  `not prefilled`: as far as is known, nobody did so far.
-`evicted`: it was stored, and dropped since by a limit, a release, a deletion or its `ttl`.
-`damaged`: its file was not what it should be, and was put aside.  `not signed`: not by the store's
-key.  `unreadable`: the store could not be asked, or its file may not be read.  `other model`: its
-reference is about another model, adapter, dtype, codec, instruction or tenant.  `other text`: its
-reference is about another text."""
+"""Why a chunk had to be computed.  `not prefilled`: as far as is known, it never was.  `evicted`:
+it was stored, but dropped by a limit, a release, a deletion or its `ttl`.  `damaged`: its file was
+not as expected and was put aside.  `not signed`: its file lacks the signature of the store's key.
+`unreadable`: the store could not be asked, or may not read the file.  `other model`: its reference
+is for another model, adapter, dtype, codec, instruction or tenant.  `other text`: its reference is
+for another text."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Miss:
     """A chunk that was not cached.
 
     Attributes:
-        chunk: Its number among those given, from 0; of several computed together, the first one's.
+        chunk: Its number among those given, from 0; for several computed together, that of the
+            first.
         tokens: Its length.
-        reason: Why it was not.
+        reason: Why it was not cached.
     """
 
     chunk: int
@@ -37,11 +38,11 @@ class Miss:
 
 @dataclass(frozen=True)
 class Relevance:
-    """How likely a question is behind a chunk.
+    """How likely a question is after a chunk.
 
     Attributes:
-        chunk: Its number, as it was given.
-        nats: How much likelier the chunk makes the question than no chunk does; below 0 less.
+        chunk: Its number among those given.
+        nats: How much likelier the chunk makes the question than no chunk; negative if less likely.
     """
 
     chunk: int
@@ -50,53 +51,52 @@ class Relevance:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Cost of one answer.  Times are seconds, everything else counts.
+    """Cost of one answer.  Times are in seconds; other numbers are counts.
 
     Attributes:
         ttft: From the call to the first generated token.
-        load: Part of `ttft`: reading cached chunks, and prefilling and storing those that were
-            missing.
+        load: Part of `ttft`: reading cached chunks, and prefilling and storing missing ones.
         stitch: Part of `ttft`: rotating keys to their places.
-        choose: Part of `ttft`: choosing context tokens, with the signals that this needs (of an
-            auxiliary model, which works beside the loading, only the seconds that it took longer).
-        recompute: Part of `ttft`: computing the chosen tokens again, in one pass with the query but
-            its last token.
-        prefill: Part of `ttft`: the forward pass of what is left of the query (of everything, for a
+        choose: Part of `ttft`: choosing context tokens, with the signals this needs.  An auxiliary
+            model works while chunks load, so only its extra seconds count.
+        recompute: Part of `ttft`: computing the chosen tokens again, in one pass with all of the
+            query but its last token.
+        prefill: Part of `ttft`: the forward pass over the rest of the query (over everything, for a
             full prefill).
         total: From the call to the last token.
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Chunk tokens whose keys and values came from the store.
         recomputed_tokens: Context tokens that a policy computed again.
-        fresh_tokens: Chunk tokens that the policy had computed together with the query, in the
-            context of the others (`BestFew`, `BestLast`); neither loaded nor stored.
-        prefilled_tokens: Chunk tokens computed for this answer, because they were not cached.
-        query_tokens: Tokens of history, question and everything behind the chunks.
+        fresh_tokens: Chunk tokens computed together with the query, in the context of the others
+            (`BestFew`, `BestLast`); neither loaded nor stored.
+        prefilled_tokens: Chunk tokens computed for this answer because they were not cached.
+        query_tokens: Tokens of history, question and everything else after the chunks.
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
         misses: Chunks that were not cached (they are now, if the store could keep them).
-        missed: Which those are, and why, in prompt order.
-        auxiliary_misses: Chunks that an auxiliary model had not cached when it scored them (its
-            own; they are cached now).
-        references: Chunks given by a reference that holds, whose text was not tokenised.
+        missed: These chunks with the reasons, in prompt order.
+        auxiliary_misses: Chunks that an auxiliary model had not cached when it scored them; they
+            are cached now.
+        references: Chunks given by a valid reference, whose text was not tokenised.
         dropped_chunks: Chunks left out because the prompt would not fit.
         unused_chunks: Chunks left out because the policy answers from better ones (`BestFew`).
-        reading: Part of `ttft`: reading the question behind chunks, to choose among them.
-        read_chunks: Chunks behind which it was read, each alone (`BestRead`).
-        read_tokens: Tokens that were computed for that: the question's behind each, and those of
-            chunks that were not cached and are not answered from.
-        relevance: What was found of each of these.
-        says_none: Whether no chunk makes the question likely enough, so that this is the answer
+        reading: Part of `ttft`: reading the question after chunks, to choose among them.
+        read_chunks: Chunks after which it was read, each alone (`BestRead`).
+        read_tokens: Tokens computed for that: the question's for each chunk, and those of missing
+            chunks that the answer does not use.
+        relevance: The result for each of these.
+        says_none: Whether no chunk makes the question likely enough, which is then the answer
             (`none_below`).
-        continued_tokens: Tokens behind the chunks that were brought which were not computed either,
-            as one of the last prompts began alike; in a full prefill, of the whole prompt.
-        answered_from: Numbers of the chunks that the answer was computed from, as they were given,
+        continued_tokens: Tokens after the cached chunks that were not computed either, because a
+            recent prompt began the same way; in a full prefill, of the whole prompt.
+        answered_from: Numbers, among those given, of the chunks that the answer was computed from,
             in prompt order.
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
         policy: The policy, as it can be pasted back.
-        prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
+        prefix_mismatch: Whether the caller's prompt had other text before the chunks.
         gate: Why the engine's gate let `FullRecompute()` answer instead, or "".
-        rotation: "copied" where keys were copied and rotated, "deferred" where they were attended
-            to as they are stored and the query was rotated, "" for a full prefill.
+        rotation: "copied" if keys were copied and rotated, "deferred" if attention read them as
+            stored and the query was rotated, "" for a full prefill.
         not_deferred: Why they were copied, or "".
     """
 
@@ -143,14 +143,14 @@ class Metrics:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that the model computed, without a prefix that is reused."""
+        """Tokens that the model computed, including `read_tokens`, without a reused prefix."""
         chunks = self.prefilled_tokens + self.recomputed_tokens + self.fresh_tokens
         prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
         computed = chunks + self.query_tokens + prefix + self.read_tokens
         return computed - self.continued_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for response metadata; with the sums of tokens."""
+        """Plain values for JSON and response metadata, including the sums of tokens."""
         return {
             **asdict(self),
             "missed": [asdict(miss) for miss in self.missed],
@@ -162,10 +162,10 @@ class Metrics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Metrics:
-        """Metrics out of what `to_dict` gave, wherever a framework put it.
+        """Metrics from the output of `to_dict`, wherever a framework put it.
 
-        Keys that are no attributes are left out, and attributes without a key have their defaults.
-        Where a framework added answers up, it is the cost of all of them.
+        Unknown keys are ignored, and missing ones have their defaults.  If a framework added up
+        answers, the result is the cost of all of them.
 
         Raises:
             InvalidInputError: If it is something else.
@@ -193,7 +193,7 @@ class Metrics:
 
 
 def summed(metrics: Sequence[Metrics]) -> Metrics:
-    """Cost of several answers: numbers add up, and of words those that differ are listed."""
+    """Cost of several answers: numbers add up, and distinct words are listed."""
     if len(metrics) == 1:
         return metrics[0]
     found: dict[str, Any] = {}
@@ -210,11 +210,11 @@ def summed(metrics: Sequence[Metrics]) -> Metrics:
 
 
 def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
-    """Cost of two rounds: counts and parts add up, the first token is that of the later round.
+    """Cost of two rounds: counts and parts add up; the first token is the later round's.
 
     Args:
-        first: Of the rounds so far.
-        later: Of the round behind them.
+        first: Cost of the rounds so far.
+        later: Cost of the next round.
         before: Seconds from the call to the later round.
     """
     times = ("load", "stitch", "choose", "recompute", "prefill")
@@ -243,8 +243,8 @@ class Answer:
         text: Without special tokens.
         metrics: Times and counts.
         token_ids: Ids of the generated tokens, stop token included.
-        finish_reason: "stop" at an end-of-sequence token or stop string, "length" where the answer
-            was cut: at `max_new_tokens` or `max_time`, or when it was cancelled.
+        finish_reason: "stop" at an end-of-sequence token or stop string; "length" if the answer was
+            cut by `max_new_tokens`, `max_time` or cancelling.
     """
 
     text: str

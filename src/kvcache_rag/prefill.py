@@ -1,4 +1,4 @@
-"""Compute missing chunks: batched, each once, stored as soon as it is there.
+"""Compute missing chunks: batched, each once, stored as soon as computed.
 
 Of many batches one is written while the next is computed: the model does not wait for the medium.
 A kill loses at most these two; the next run skips what is stored.

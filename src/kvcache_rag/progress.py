@@ -1,8 +1,8 @@
-"""What a terminal shows: progress bars and tables by rich, and plain text anywhere else.
+"""Output: progress bars and tables by rich on a terminal, plain text anywhere else.
 
-Plain is what is piped, and what `NO_COLOR` or `TERM=dumb` ask for; scripts read it, so it stays as
-it is.  A table that is wider than the terminal is plain, too: nothing of it is cut or folded, the
-terminal wraps its lines, and what is copied is whole.
+Output is plain if it is piped, or with `NO_COLOR` or `TERM=dumb`; scripts read it, so its form
+never changes.  A table wider than the terminal is plain, too: it is neither cut nor folded, the
+terminal wraps its lines, and copies of it are whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def plural(count: int, noun: str, *verb: str) -> str:
 
 
 def is_rich(stream: TextIO) -> bool:
-    """Whether a stream shows colours and lines that move."""
+    """Whether a stream can show colours and moving lines."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -54,7 +54,7 @@ def console(stream: TextIO) -> Console:
 
 
 def dimmed(text: str, stream: TextIO) -> str:
-    """A line that matters less than its neighbours."""
+    """A line dimmed, if the stream can show that."""
     return f"\x1b[2m{text}\x1b[0m" if is_rich(stream) else text
 
 
@@ -69,10 +69,10 @@ def tell(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    r"""A text that may come from anywhere, on one line and harmless to a terminal.
+    r"""Any text as one line that is harmless to a terminal.
 
-    What cannot be printed, such as control characters and marks of direction, becomes an escape
-    like `\x1b`.
+    Unprintable characters, such as control characters and direction marks, become escapes like
+    `\x1b`.
     """
     if text.isprintable():
         return text
@@ -86,12 +86,12 @@ def plain(text: str) -> str:
 def table(
     rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset(), *, heads: bool = True
 ) -> list[str]:
-    """Lines of columns of `plain` texts, for the standard output.
+    """Lines of a table of `plain` texts, for the standard output.
 
     Args:
         rows: Cells.
-        right: Columns of numbers.
-        heads: Whether the first row are heads.
+        right: Columns aligned to the right.
+        heads: Whether the first row is a header.
     """
     rows = [[plain(cell) for cell in row] for row in rows]
     drawn = _rich_table(rows, right, heads) if is_rich(sys.stdout) else None

@@ -1,8 +1,8 @@
-"""Every option of an engine and its store, declared once: name, type, limits, and what it does.
+"""Every option of an engine and its store, declared once: name, type, limits, and effect.
 
 Front ends embed `EngineOptions` and `StoreOptions`, the server's and the builder's settings extend
-`LocalSettings`, command lines are made of them (`commands.options`).  All values are plain; torch
-is loaded by whoever opens something.
+`LocalSettings`, and command lines are made of them (`commands.options`).  All values are plain;
+torch is loaded only when something is opened.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _adapter(value: Any) -> str:
 
 
 def said_backend(name: str, *others: str) -> str:
-    """A name for `backend`, as validators take it: a back end's, or another that is taken."""
+    """Validate a name for `backend`: a back end's, or one of `others`."""
     try:
         return check_backend(name, *others)
     except InvalidInputError as error:
@@ -79,10 +79,10 @@ def _template(value: Any) -> Any:
 
 
 def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
-    """The template of a `prompt_template.json`, by its path or its folder; or a named one.
+    """The template of a `prompt_template.json`, by its path or folder, or a named one.
 
     Args:
-        place: As a text that is a name of `TEMPLATES`, that template; a `Path` is none.
+        place: A path, or a name in `TEMPLATES`; a `Path` is never a name.
 
     Raises:
         InvalidInputError: If there is none, or it cannot be used.
@@ -105,23 +105,23 @@ def _size(value: Any) -> Any:
 
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
-"""In what a command loads a model; Python takes any dtype of torch."""
+"""Dtypes in which a command loads a model; Python takes any torch dtype."""
 
 _PATH: Final = BeforeValidator(_path)
 _SIZE: Final = BeforeValidator(_size)
 
 PathText = Annotated[str, _PATH]
-"""A path or a name as text, given as either; `~` is the home folder."""
+"""A path or a name, given as text or path; `~` is the home folder."""
 
 FilePath = Annotated[Path, _PATH]
-"""A path as such."""
+"""A path."""
 
 
 Bytes = Annotated[int, _SIZE]
-"""A number of bytes, as such or as a text such as 10GB."""
+"""A number of bytes, as an integer or a text such as 10GB."""
 
 ByteLimit = Annotated[int, Field(gt=0), _SIZE]
-"""Likewise, and more than none."""
+"""A number of `Bytes` above 0."""
 
 
 def is_path(field: FieldInfo) -> bool:
@@ -165,7 +165,7 @@ class StoreOptions(BaseModel):
 
 
 class EngineOptions(BaseModel):
-    """What every way to an engine of this process can be told."""
+    """Options that every way to open a local engine takes."""
 
     model_config = OPTIONS
 
@@ -214,7 +214,7 @@ class EngineOptions(BaseModel):
 
 
 def said_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of options by their names those that say something: neither nothing nor their default."""
+    """The given options that are neither empty nor the default."""
     fields = EngineOptions.model_fields
     return {
         name: value
@@ -225,7 +225,7 @@ def said_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DeviceOption(BaseModel):
-    """Where the model computes, for who does not take a device map."""
+    """Where the model computes, for callers that take no device map."""
 
     model_config = OPTIONS
 
@@ -235,7 +235,7 @@ class DeviceOption(BaseModel):
 
 # ---------------------------------------------------------------------- settings
 class Settings(BaseModel):
-    """Values that are checked once and do not change.
+    """Values that are checked once and then do not change.
 
     Raises:
         InvalidInputError: If a name is unknown or a value cannot be used.
@@ -275,12 +275,12 @@ class Settings(BaseModel):
     def from_source(
         cls, source: object, file: str | os.PathLike[str] | None = None, **values: Any
     ) -> Self:
-        """What `source`, such as parsed arguments, holds under the names of these fields.
+        """Settings from the attributes of `source`, such as parsed arguments.
 
         Args:
-            source: An attribute that is None or missing says nothing.
-            file: YAML, TOML or JSON that says what `source` does not; None for none.
-            values: Said in place of both.
+            source: An attribute that is None or missing is not set.
+            file: YAML, TOML or JSON for what `source` does not set, or None.
+            values: Override both.
 
         Raises:
             InvalidInputError: If the file cannot be read, or a setting cannot be used.
@@ -322,7 +322,7 @@ class Settings(BaseModel):
 
 
 class StoreSettings(StoreOptions, Settings):
-    """A store by its place."""
+    """Settings of a store."""
 
     @property
     def is_remote(self) -> bool:
@@ -330,14 +330,14 @@ class StoreSettings(StoreOptions, Settings):
         return self.kv_dir is not None and is_url(self.kv_dir)
 
     def open_store(self, memory: MemoryStore | None = None, **options: Any) -> ChunkStore:
-        """Where chunks are kept.
+        """Open the store.
 
         Args:
-            memory: What stands before it; None for nothing.
-            options: Further arguments of `DiskStore`, or for a URL of `RemoteStore`.
+            memory: Memory tier in front of it, or None.
+            options: Further arguments of `DiskStore`, or of `RemoteStore` for a URL.
 
         Raises:
-            InvalidInputError: If it cannot be a store, or a URL comes with a `kv_ttl`.
+            InvalidInputError: If it cannot be a store, or a URL has a `kv_ttl`.
             MissingExtraError: If the driver of the URL is not installed.
         """
         from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
@@ -358,7 +358,7 @@ class StoreSettings(StoreOptions, Settings):
 
 
 class EngineSettings(EngineOptions, DeviceOption, Settings):
-    """What an engine is made of, but for its store."""
+    """Settings of an engine, without its store."""
 
     model: PathText = ""
     """Model id of the Hugging Face hub, folder, GGUF file, tiny (the small reader that comes with
@@ -371,11 +371,11 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
     """Commit, branch or tag of a model on the hub; without it its default."""
 
     def check(self) -> None:
-        """Say before torch is loaded what of it will be refused.
+        """Refuse, before torch is loaded, what would be refused later.
 
         Raises:
-            InvalidInputError: If a model, a file or an adapter is not there, or a device or dtype
-                is none.
+            InvalidInputError: If a model, file or adapter is missing, or a device or dtype does not
+                exist.
         """
         from kvcache_rag.models.adapters import NO_ADAPTER, adapter_folder
         from kvcache_rag.models.model_names import check_there
@@ -398,7 +398,7 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             raise InvalidInputError(f"there is no dtype {self.dtype!r} to load in; say {names}")
 
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
-        """How prompts are written for a model that brings `brought`."""
+        """How prompts are written for a model that comes with the template `brought`."""
         template = self.template or brought or PromptTemplate()
         if self.system_prompt is None:
             return template
@@ -419,14 +419,14 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
         """Load the model and make its engine.
 
         Args:
-            store: As for `Engine`.
-            combinations: As for `Engine`.
-            namespace: As for `Engine`.
-            model: A loaded transformers or PEFT model in place of the one that is named.
-            tokenizer: A loaded one, likewise.
+            store: See `Engine`.
+            combinations: See `Engine`.
+            namespace: See `Engine`.
+            model: A loaded transformers or PEFT model to use instead of the named one.
+            tokenizer: A loaded tokenizer, likewise.
             auxiliary: A scorer, likewise.
-            policy: What will be asked for. One that computes heads of chunks again is the engine's,
-                which cuts chunks for it where there are recurrent layers.
+            policy: The policy that calls will use.  One that computes heads of chunks again becomes
+                the engine's, which then cuts chunks for it if there are recurrent layers.
 
         Raises:
             InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes
@@ -490,16 +490,16 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
 
 
 class LocalSettings(EngineSettings, StoreSettings):
-    """An engine of this process, and its store."""
+    """Settings of a local engine and its store."""
 
     def open(self, **loaded: Any) -> Engine:
-        """Load the model over its store, with memory before that.
+        """Load the model over its store, with a memory tier in front.
 
         Args:
-            loaded: As for `open_engine`: `model`, `tokenizer`, `auxiliary`, `policy`.
+            loaded: See `open_engine`: `model`, `tokenizer`, `auxiliary`, `policy`.
 
         Raises:
-            InvalidInputError: As `open_engine` and `open_store`, like the others.
+            InvalidInputError: As for `open_engine` and `open_store`.
             FingerprintMismatchError: If the gate is about another model, instruction or template.
             MissingExtraError: If a driver of the store is not installed.
         """
@@ -509,9 +509,10 @@ class LocalSettings(EngineSettings, StoreSettings):
         return self.open_engine(self.open_store(memory), **loaded)
 
     def memory_codec(self) -> Codec | None:
-        """The form of chunks in memory: on a CPU, where other back ends have them, the store's.
+        """The codec of chunks in memory: on a CPU the store's, else None.
 
-        If attention over it, or what moves keys, reads it; else as the model made them.
+        Chunks of back ends other than transformers are always on the CPU.  The codec must be one
+        that attention reads directly; otherwise None keeps chunks as the model made them.
         """
         import torch
 
@@ -529,15 +530,15 @@ _DEVICE: Final = re.compile(r"(cpu|cuda|mps|(?!cpu|cuda|mps|gpu)[a-z_]+)(:[0-9]+
 
 
 def check_device(name: str) -> None:
-    """Refuse, before torch is loaded, what is not even of the form of a device.
+    """Refuse, before torch is loaded, what does not look like a device.
 
     Raises:
-        InvalidInputError: As torch's own refusal is told.
+        InvalidInputError: If it does not.
     """
     if not _DEVICE.fullmatch(name):
         raise InvalidInputError(f"{name!r} is no device; say cpu, cuda or cuda:1")
 
 
 def is_url(place: str) -> bool:
-    """Whether a store is named by a URL; else it is a folder."""
+    """Whether a store is named by a URL; otherwise it is a folder."""
     return "://" in place

@@ -2,8 +2,8 @@
 
 `kvcache-rag verify` measures and writes it; an engine with `gate=` (a `Gate`: when a policy may
 answer) reads it.  It is JSON of a fixed shape, the same bytes for the same verdict, and holds
-neither questions nor texts.  Numbers that are not known are null in the file and NaN here; a NaN
-never passes a gate.
+neither questions nor texts.  Unknown numbers are null in the file and NaN here; a NaN never passes
+a gate.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORMAT: Final = "kvcache-rag-verdict"
 MAX_BYTES: Final = 4 << 20
 
 WEAK_BELOW: Final = 30
-"""With fewer questions a verdict is weak, and says so."""
+"""With fewer questions a verdict is weak and says so."""
 
 THRESHOLD: Final = 0.95
-"""Share of full prefill's score that `verify` asks a policy to keep, unless it is told another."""
+"""Share of full prefill's score that `verify` asks a policy to keep by default."""
 
 LEAST_FULL_SCORE: Final = 0.6
-"""Below it, full prefill itself is why shares of its score say little."""
+"""Below it, full prefill itself scores too low for shares of its score to say much."""
 
 # Files written before these fields were there lack them; they are left out where not known.
 _ADDED: Final = frozenset(
@@ -53,14 +53,14 @@ _ADDED: Final = frozenset(
 
 @dataclass(frozen=True)
 class Identity:
-    """What a verdict was measured on; everything in it changes answers.
+    """What a verdict was measured on; every attribute affects answers.
 
     Attributes:
         model: Name of the model, for people.
         revision: Its commit or a digest of its weights.
         codec: How chunks are stored.
-        dtype: In what the model computes keys and values, and keeps them.
-        prefix: Digest of what stands before the chunks (the instruction).
+        dtype: In which the model computes and keeps keys and values.
+        prefix: Digest of the text before the chunks (the instruction).
         template: Digest of how chunks and questions are written.
         spec: Digest of everything about model, prefix and storage that cached chunks depend on.
     """
@@ -107,23 +107,23 @@ class PolicyScore:
         kept: `score` over full prefill's.
         kept_low: Lower end of its 95 % interval (paired bootstrap of the difference).
         kept_high: Upper end.
-        exact_match: Mean exact match, where the questions have answers.
-        f1: Mean token F1, where the questions have answers.
-        agreement: Share of answers that equal full prefill's to the letter.
+        exact_match: Mean exact match, if the questions have answers.
+        f1: Mean token F1, if the questions have answers.
+        agreement: Share of answers identical to full prefill's.
         first_divergence: Mean divergence at the answer's first token.
-        answer_divergence: Mean over the tokens of full prefill's answer, each behind the right ones
-            before it.
-        top1: Share of these tokens that the policy ranks first, too.
+        answer_divergence: Mean over the tokens of full prefill's answer, each given the
+            tokens before it.
+        top1: Share of these tokens that the policy also ranks first.
         recomputed: Share of context tokens computed again.
         ttft: Median seconds to the first token.
-        ttft_ratio: Median over the questions of that to full prefill's.
-        same_answer: Share of answers that equal full prefill's but for case, punctuation and
+        ttft_ratio: Median over the questions of its ratio to full prefill's.
+        same_answer: Share of answers that equal full prefill's except for case, punctuation and
             articles.
-        needed: How many questions like these would prove the verdict's threshold, NaN if none
-            would.  Of full prefill: how many of any policy that loses none.
-        right: Share of answers that have a right one in them, where the questions have answers.
-        wrong_document: Share of answers that are wrong and stand in a document beside the relevant
-            ones, where the questions say which these are.
+        needed: How many questions like these would prove the verdict's threshold; NaN if no number
+            would.  For full prefill: how many a policy that loses none would need.
+        right: Share of answers that contain a right one, if the questions have answers.
+        wrong_document: Share of answers that are wrong and come from a document other than the
+            relevant ones, if the questions name these.
     """
 
     policy: str
@@ -163,7 +163,7 @@ class NumericsCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether both are the same but for rounding; never for NaN."""
+        """Whether both agree up to rounding; never for NaN."""
         return self.error <= self.tolerance
 
 
@@ -178,12 +178,12 @@ class AuxiliaryAgreement:
         divergence: KL of its attention over the chunks from the main model's, in nats.
         divergence_low: Lower end.
         divergence_high: Upper end.
-        jaccard: Of both models' top 20 % of the chunk tokens.
+        jaccard: Jaccard index of both models' top 20 % of the chunk tokens.
         jaccard_low: Lower end.
         jaccard_high: Upper end.
-        random_jaccard: Jaccard of a random choice of as many tokens, for comparison.
-        first_layer_divergence: KL of the main model's first layer from its last, in nats: what
-            choosing by early layers goes by.  The auxiliary should be below it.
+        random_jaccard: The same for a random choice of as many tokens.
+        first_layer_divergence: KL of the main model's first layer from its last, in nats, the basis
+            of choosing by early layers.  The auxiliary should be below it.
         first_layer_divergence_low: Lower end.
         first_layer_divergence_high: Upper end.
     """
@@ -263,19 +263,19 @@ class Verdict:
     Attributes:
         identity: What it was measured on.
         created: Date, ISO 8601.
-        source: Which questions: name of the file or task.
+        source: File or task of the questions.
         source_digest: Digest of their texts and answers.
         questions: How many.
         measure: What `score` means: "f1", "exact_match" or another metric against the file's
             answers; "agreement_f1" against full prefill's answers where the file has none.
         threshold: Share of full prefill's score that a policy has to keep.
         full: Full prefill itself.
-        policies: The policies, in the order in which they were asked for.
+        policies: The policies, in the order requested.
         recommended: The recommended policy, as it can be pasted back.
         checks: Whether plain numerics agree.
-        auxiliary: Of the auxiliary model, if one was compared.
+        auxiliary: How an auxiliary model agrees, if one was compared.
         packages: Versions that were used.
-        notes: What to bear in mind, a sentence each.
+        notes: Caveats, one sentence each.
     """
 
     identity: Identity
@@ -295,16 +295,16 @@ class Verdict:
 
     @property
     def is_weak(self) -> bool:
-        """Whether there were too few questions to rely on it."""
+        """Whether there are too few questions to rely on."""
         return self.questions < WEAK_BELOW
 
     @property
     def is_blurred(self) -> bool:
-        """Whether full prefill scores too low to judge policies by, with so many questions.
+        """Whether full prefill scores too low to judge policies with this number of questions.
 
-        Not even a policy that keeps all of its score could have proved the threshold: there are
-        too few questions that full prefill gets right, or answers come and go by chance as much as
-        that.  False where a policy passes, or all of them surely fail.
+        Even a policy that keeps the whole score could not have proved the threshold: full prefill
+        gets too few questions right, or chance changes answers as much as that.  False if a policy
+        passes, or all of them surely fail.
         """
         if self.full.score >= LEAST_FULL_SCORE:
             return False  # then it is the questions that are too few
@@ -320,13 +320,12 @@ class Verdict:
     def objection(self, policy: str, threshold: float | None = None, auxiliary: str = "") -> str:
         """Why a policy does not pass, or "".
 
-        A policy passes by its own row alone: a higher ratio is not known to be better, so none
-        vouches for another.
+        A policy passes by its own row alone; a higher ratio need not be better.
 
         Args:
             policy: `repr` of the policy.
             threshold: Share of full prefill's score to keep; None for the verdict's own.
-            auxiliary: Name of the auxiliary model that it uses, "" for none.
+            auxiliary: Name of its auxiliary model, "" for none.
         """
         asked = self.threshold if threshold is None else threshold
         failed = [check for check in self.checks if not check.passed]
@@ -400,7 +399,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, content: str | bytes, name: str = "the verdict") -> Verdict:
-        """Read a verdict from JSON; `name` stands in messages.
+        """Read a verdict from JSON; `name` is for messages.
 
         Raises:
             InvalidInputError: If it is not a verdict of this version.
@@ -457,9 +456,9 @@ class Gate(NamedArguments):
 
     Attributes:
         verdict: What `kvcache-rag verify` found, or the path of its file.
-        threshold: Share of full prefill's score that has to be kept for sure; None for the
-            verdict's own (0.95 unless `verify` was told otherwise).
-        below: "full" answers with `FullRecompute()` instead, "error" refuses.
+        threshold: Share of full prefill's score that a policy must surely keep; None for the
+            verdict's own (0.95 unless `verify` got another).
+        below: "full" answers with `FullRecompute()` instead, "error" raises.
     """
 
     verdict: Verdict | str | os.PathLike[str]
@@ -482,5 +481,5 @@ class Gate(NamedArguments):
             raise InvalidInputError(f'below must be "full" or "error", not {self.below!r}')
 
     def loaded(self) -> Verdict:
-        """The verdict, read from its file if need be."""
+        """The verdict, read from its file if necessary."""
         return self.verdict if isinstance(self.verdict, Verdict) else Verdict.load(self.verdict)

@@ -1,4 +1,4 @@
-"""What `hatch_build.py` compiled for this CPU."""
+"""The libraries that `hatch_build.py` compiled for this CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KERNELS: Final = {
     "linear layers": "libfew_rows.so",
     "rounded weights": "librounded_weights.so",
 }
-"""What is compiled, and where it lies."""
+"""What is compiled, and its path."""
 
 _HERE: Final = Path(__file__).parent
 
 
 def compiled(name: str) -> ctypes.CDLL | None:
-    """A library, by its path from here; None where it was not built or is not for this CPU."""
+    """Load a library by its relative path; None if it was not built or is for another CPU."""
     try:
         found = ctypes.CDLL(str(_HERE / name))
         return found if found.kvcache_rag_supported() else None

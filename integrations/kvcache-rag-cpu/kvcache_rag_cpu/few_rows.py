@@ -1,7 +1,7 @@
-"""Linear layers of few rows on CPUs, read where oneDNN keeps their weights; and norms.
+"""Linear layers of few rows on CPUs, with weights read in place from oneDNN; and norms.
 
-`few_rows.c` is compiled when the package is built where there is a C compiler; without it, on
-another CPU or with an oneDNN that keeps weights in another order, oneDNN multiplies.
+`few_rows.c` is compiled with the package if there is a C compiler; without it, on another CPU or
+with an oneDNN that keeps weights in another order, oneDNN multiplies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `kvcache-rag` finds by its entry point: a `kvcache_rag.models.processors.Kernels`."""
+"""The entry point for `kvcache-rag`: a `kvcache_rag.models.processors.Kernels`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InstalledKernels:
-    """Those of this package."""
+    """The kernels of this package."""
 
     def pack(self, model: Any, weight_format: str) -> Any:
         """See `Kernels.pack`."""

@@ -1,12 +1,12 @@
 """Weights of linear layers in the forms that CPUs multiply fastest.
 
-A generated token reads every weight once, so decoding takes the time of a matrix times a vector per
-layer.  torch's own function for bfloat16 reaches a quarter of what memory gives there, oneDNN's
-half; read by ours (`few_rows.c`), oneDNN's blocked order of the same weights reaches all of it.
-Eight and four bits read less, by a kernel of ours, too (`rounded_weights.c`).  Norms take one step
-(`norms.py`); everything else stays as it is.
+A generated token reads every weight once, so decoding takes a matrix times a vector per layer.
+There torch's function for bfloat16 reaches a quarter of the memory's speed, oneDNN's half.  Our
+kernel (`few_rows.c`), which reads oneDNN's blocked order of the same weights, reaches all of it.
+Eight and four bits read less, also by our kernel (`rounded_weights.c`).  Norms take one step
+(`norms.py`); all else stays the same.
 
-Layers are exchanged in place, and the memory of the weights they had is given back.
+Layers are replaced in place, and the memory of their old weights is freed.
 """
 
 from __future__ import annotations

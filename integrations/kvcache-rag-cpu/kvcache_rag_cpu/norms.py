@@ -1,4 +1,4 @@
-"""Norms in one step instead of six, where a model's do exactly what most models' do.
+"""Norms in one step instead of six, if a model's norms do exactly what most models' do.
 
 A generated token passes two norms a layer, and six operations of torch on one row take longer than
 the row.  The numbers are the same, bit by bit (`few_rows.c`).

@@ -1,8 +1,8 @@
-"""Products with weights of eight and four bits on CPUs.
+"""Products with 8-bit and 4-bit weights on CPUs.
 
-`rounded_weights.c` is compiled when the package is built where there is a C compiler; without it,
-or on another CPU, torch multiplies.  Few rows meet weights that are widened in registers; for more
-rows a block of outputs is widened at a time, and torch multiplies in bfloat16.
+`rounded_weights.c` is compiled with the package if there is a C compiler; without it, or on another
+CPU, torch multiplies.  For few rows weights are widened in registers; for more rows a block of
+outputs is widened at a time, and torch multiplies in bfloat16.
 """
 
 from __future__ import annotations

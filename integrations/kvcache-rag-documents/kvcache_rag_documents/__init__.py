@@ -1,8 +1,8 @@
-"""The text of files and folders, as people see it, and what of it could not be put into words.
+"""The text of files and folders as people see it, and a list of what is not text.
 
-HTML is parsed by JustHTML, as browsers do; Word becomes HTML by mammoth first; PDF is read by
-pypdf, front matter by PyYAML.  The libraries, but for the last, are those of the extra `documents`
-of kvcache-rag, imported when a file needs them.
+JustHTML parses HTML as browsers do, mammoth first turns Word into HTML, pypdf reads PDF, and PyYAML
+front matter.  All but the last are in the extra `documents` of kvcache-rag and imported when a file
+needs them.
 """
 
 from kvcache_rag_documents.extraction import (

@@ -1,4 +1,4 @@
-"""The files of folders: which can be read, what each says, what was left out and why."""
+"""The files of folders: which can be read, their texts, and what was left out and why."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FEW: Final = 5  # of kinds that are never read
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file, or what stands in place of one, that gave no text.
+    """A file, or something in place of one, that gave no text.
 
     Attributes:
         name: Its path below the folder.
         reason: Why, for people.
-        is_read: Whether nothing can be in it, so that there is nothing to keep.
+        is_read: Whether it surely has no text, so that earlier text need not be kept.
     """
 
     name: str
@@ -47,11 +47,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class FolderTexts:
-    """What the files of a folder say.
+    """The texts of a folder's files.
 
     Attributes:
-        files: Those with text, by their path below the folder.
-        left_out: Those without.
+        files: Files with text, by their path below the folder.
+        left_out: Files without text.
     """
 
     files: dict[str, FileText]
@@ -59,26 +59,26 @@ class FolderTexts:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What the files say, by their path."""
+        """The texts of the files, by path."""
         return {name: file.text for name, file in self.files.items()}
 
 
 def suffixes() -> tuple[str, ...]:
-    """Of the files that can be read, with the extra `documents`."""
+    """Suffixes of the files that can be read, with the extra `documents`."""
     return tuple(sorted(_READERS))
 
 
 def is_known_kind(name: str) -> bool:
-    """Whether a file of this name can be read, as far as its ending says."""
+    """Whether a file can be read, judging by its suffix."""
     return _kind(name) in suffixes()
 
 
 def read_folder(folder: str, *, allow_empty: bool = False) -> FolderTexts:
-    """Read every file under a folder that is not hidden; links to folders are not followed.
+    """Read every visible file under a folder; links to folders are not followed.
 
     Args:
-        folder: Where they are.
-        allow_empty: Whether there may be no text at all.
+        folder: The folder.
+        allow_empty: Whether the folder may have no text.
 
     Raises:
         InvalidInputError: If there is no such folder, or no text in it.
@@ -176,7 +176,7 @@ def _problem(path: Path) -> str:
 
 
 def without_lines(files: Mapping[str, FileText]) -> Iterator[str]:
-    """What of files is not in their texts, for people."""
+    """Lines for people on what the texts of files leave out."""
     found = [(name, file.without) for name, file in files.items() if file.without]
     if found:
         yield f"without what is no text in {len(found)} file{'s' * (len(found) != 1)}:"
@@ -187,11 +187,11 @@ def without_lines(files: Mapping[str, FileText]) -> Iterator[str]:
 
 
 def left_out_lines(left_out: Sequence[LeftOut], kept: Collection[str] = ()) -> Iterator[str]:
-    """What of a folder was left out and why, for people.
+    """Lines for people on which files of a folder were left out and why.
 
     Args:
-        left_out: Of `read_folder`.
-        kept: Names of which something that was read before is kept.
+        left_out: From `read_folder`.
+        kept: Names of files whose earlier text is kept.
     """
     if not left_out:
         return
@@ -232,19 +232,19 @@ def check_readable(paths: Iterable[Path]) -> None:
 
 
 def extract_text(name: str, data: bytes) -> str:
-    """The text of a file; "" if there is none in it.  Arguments and errors as of `read_file`."""
+    """The text of a file, or ""; arguments and errors as for `read_file`."""
     return read_file(name, data).text
 
 
 def read_file(name: str, data: bytes) -> FileText:
-    """What a file says.
+    """Read the text of a file.
 
     Args:
-        name: Of the file; its ending says what it is.
-        data: What is in it.
+        name: Name of the file; its suffix gives the kind.
+        data: Its content.
 
     Raises:
-        InvalidInputError: If it cannot be read; the reason, without the name.
+        InvalidInputError: If it cannot be read; gives the reason without the name.
         MissingExtraError: If a library is missing.
     """
     suffix = _kind(name)

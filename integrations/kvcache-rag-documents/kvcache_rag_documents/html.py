@@ -1,4 +1,4 @@
-"""HTML: what a page shows, in lines as a browser breaks them."""
+"""HTML: the text that a page shows, in lines as a browser breaks them."""
 
 from __future__ import annotations
 

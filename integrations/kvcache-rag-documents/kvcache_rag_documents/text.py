@@ -1,4 +1,4 @@
-"""Text and Markdown, and what all kinds share."""
+"""Text and Markdown, and what all kinds of files share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileText:
-    """What a file says.
+    """The text of a file.
 
     Attributes:
-        text: As it is shown.
-        without: What it has besides and is not in the text, for people: "2 pictures".
-        metadata: What is said about the file in it, by name.
-        digest: SHA-256 of the file, in hexadecimal digits; "" where it is not known.
+        text: Text as shown.
+        without: For people, what the file has that is not in the text: "2 pictures".
+        metadata: What the file says about itself, by name.
+        digest: SHA-256 of the file, in hexadecimal digits; "" if not known.
     """
 
     text: str

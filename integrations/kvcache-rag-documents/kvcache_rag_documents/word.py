@@ -1,4 +1,4 @@
-"""Word: what mammoth makes HTML of, with what it passes over put into words first."""
+"""Word: converted to HTML by mammoth, after text that mammoth skips was made readable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""llama.cpp as the engine of `kvcache-rag`: GGUF files as they are, contexts in its own cells.
+"""llama.cpp as a back end of `kvcache-rag`: GGUF files as they are, contexts in its own cells.
 
-Chunks lie in files as those of transformers do.  They are rotated by our kernel while they are
-written into a state of llama.cpp's (`state.py`), which goes into its context (`model.py`).
+Chunks are kept in files like those of transformers.  Our kernel rotates them while they are written
+into a llama.cpp state (`state.py`), which goes into its context (`model.py`).
 """

@@ -1,4 +1,4 @@
-"""A PEFT adapter of low rank (LoRA) as the file that llama.cpp reads one from."""
+"""Convert a low-rank PEFT adapter (LoRA) to the file that llama.cpp reads."""
 
 from __future__ import annotations
 

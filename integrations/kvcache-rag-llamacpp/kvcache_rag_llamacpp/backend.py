@@ -1,4 +1,4 @@
-"""The back end `llama.cpp`, as `kvcache-rag` finds it by its entry point."""
+"""The entry point of the back end `llama.cpp` for `kvcache-rag`."""
 
 from __future__ import annotations
 

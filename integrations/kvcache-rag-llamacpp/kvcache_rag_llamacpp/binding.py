@@ -1,6 +1,6 @@
-"""What is called of llama-cpp-python, and nothing of it elsewhere.
+"""All calls of llama-cpp-python; no other module calls it.
 
-A context is not thread-safe; who calls holds the model's lock.
+A context is not thread-safe; callers hold the model's lock.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class LlamaCppForCausalLM:
-    """Passes are llama.cpp's; `generate` is transformers' own.
+    """llama.cpp runs the passes; `generate` is transformers' own.
 
     Attributes:
-        llama: What llama.cpp has loaded.
+        llama: The model that llama.cpp has loaded.
         rope_factors: The file's factors of rotary frequencies by name, float32 `(dim / 2,)`.
         file_digest: SHA-256 of the file.
-        adapter_digest: What names the adapter that was put into it; "" for none.
-        config: What of it is to be known, as transformers calls it.
+        adapter_digest: Digest of its adapter; "" for none.
+        config: Its known settings, under transformers' names.
         generation_config: Likewise.
     """
 

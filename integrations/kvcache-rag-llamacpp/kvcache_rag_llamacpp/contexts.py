@@ -1,7 +1,7 @@
-"""The contexts of a batch of prompts in a model that has cells of its own (llama.cpp).
+"""The contexts of a batch of prompts in a model with its own cells (llama.cpp).
 
-Chunks are read one by one and written into the cells, so that a prompt takes its memory once.  What
-is missing is computed before, in the same cells.
+Chunks are read one by one and written into the cells, so that a prompt takes its memory once.
+Missing ones are computed first, in the same cells.
 """
 
 from __future__ import annotations

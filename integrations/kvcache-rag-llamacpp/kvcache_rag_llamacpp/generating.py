@@ -1,4 +1,4 @@
-"""transformers' own `generate()` over llama.cpp: sampling, beams, whatever it has."""
+"""transformers' own `generate()` over llama.cpp: sampling, beams and all else it has."""
 
 from __future__ import annotations
 

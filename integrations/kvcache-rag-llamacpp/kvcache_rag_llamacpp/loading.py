@@ -1,4 +1,4 @@
-"""A GGUF file by name, loaded by llama.cpp, with its tokenizer."""
+"""Load a GGUF file by name with llama.cpp, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def load_llama(
     adapter: str | os.PathLike[str] | None = None,
     weight_format: str = "auto",
 ) -> tuple[LlamaCppForCausalLM, Any]:
-    """A GGUF file in llama.cpp, and its tokenizer.
+    """Load a GGUF file in llama.cpp, and its tokenizer.
 
     Args:
         name: A GGUF file, a name of `PACKAGED`, or a folder or hub id with `gguf_file` in options.
-        dtype: Of keys and values; "auto" for float16.
+        dtype: Dtype of keys and values; "auto" for float16.
         device: "cpu" for no GPU, "cuda:1" for that one; None for all where this llama.cpp has some.
-        options: `n_gpu_layers`, `flash_attn`, `n_threads` of llama.cpp, and `gguf_file` and where
-            that lies on the hub.
-        tokenizer: A loaded one, or the name of one; None for the file's own.
-        adapter: PEFT adapter of low rank, a folder or an installed name; None for none.
+        options: `n_gpu_layers`, `flash_attn`, `n_threads` of llama.cpp, and `gguf_file` and its
+            place on the hub.
+        tokenizer: A loaded tokenizer or its name; None for the file's own.
+        adapter: Low-rank PEFT adapter, a folder or an installed name; None for none.
         weight_format: "auto" or "plain": weights are as the file has them.
 
     Raises:
@@ -90,14 +90,14 @@ def load_llama(
 
 
 def file_of(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
-    """The file that a name means.
+    """Find the file that a name means.
 
     Args:
-        name: As for `load_llama`, like `options`.
-        options: With `gguf_file` and where that lies.
+        name: See `load_llama`.
+        options: With `gguf_file` and its place.
 
     Raises:
-        InvalidInputError: If it is no GGUF file.
+        InvalidInputError: If it is not a GGUF file.
         MissingExtraError: If llama-cpp-python is not installed.
     """
     path = gguf_of(resolve(name), dict(options))
@@ -111,7 +111,7 @@ def file_of(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
 
 
 def check_format(weight_format: str) -> None:
-    """Raise `InvalidInputError` for weights that are not as the file has them."""
+    """Raise `InvalidInputError` for a weight format that differs from the file's."""
     if weight_format not in ("auto", "plain"):
         raise InvalidInputError(
             f'backend="llama.cpp" has weights as the file has them, not {weight_format}; leave '

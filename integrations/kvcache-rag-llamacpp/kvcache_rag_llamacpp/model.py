@@ -1,10 +1,10 @@
-"""A model that llama.cpp runs: chunks out of its cells, prompts into them.
+"""A model that llama.cpp runs: read chunks from its cells, write prompts into them.
 
 A prompt of several chunks is one sequence, which sees all of its cells at positions up to its own.
-A chunk is computed in another one, behind the prefix, and read from there.  Stitched, it is written
-as a state whose keys stand where they belong (`state.py`), and joins the prompt's sequence, which
-copies no keys.  llama.cpp's own moving of keys is not used: it rotates those of all cells at every
-question, and scales them again each time where RoPE has a magnitude.
+A chunk is computed in another one, after the prefix, and read from there.  For stitching it is
+written as a state whose keys are rotated to their place (`state.py`), and joins the prompt's
+sequence, which copies no keys. llama.cpp's own moving of keys is not used: it rotates those of all
+cells at every question, and scales them again each time if RoPE has a magnitude.
 """
 
 from __future__ import annotations

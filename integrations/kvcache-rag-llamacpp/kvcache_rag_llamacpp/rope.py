@@ -1,4 +1,4 @@
-"""The rotary frequencies that a GGUF file may mean, which the probe then tells apart."""
+"""The rotary frequencies that a GGUF file may mean; the probe finds the right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformers cache whose tokens lie in the cells of a llama.cpp context."""
+"""A transformers cache whose tokens are in the cells of a llama.cpp context."""
 
 from __future__ import annotations
 

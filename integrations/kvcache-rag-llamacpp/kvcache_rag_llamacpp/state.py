@@ -1,4 +1,4 @@
-"""The bytes of a state of llama.cpp, read and written as keys and values.
+"""Read and write the bytes of a llama.cpp state as keys and values.
 
 They are what `llama_state_seq_get_data` gives for one sequence of a unified cache:
 
@@ -10,9 +10,9 @@ They are what `llama_state_seq_get_data` gives for one sequence of a unified cac
         layers x (i32 type, u64 bytes of a row, cells x row)                    values
         layers x (i32 type, u32 bytes of an element, u32 width, width x cells)  or so, transposed
 
-Nothing in them says which version of that they are, so that a form is learned from a state that was
-just made, and what does not fit it is refused (`read`).  States are never kept: what is handed to
-llama.cpp was written here, by lengths that are ours.
+They contain no version, so the form is learned from a newly made state, and bytes that do not fit
+it are refused (`read`).  States are never kept: what llama.cpp gets was written here, with our own
+lengths.
 """
 
 from __future__ import annotations

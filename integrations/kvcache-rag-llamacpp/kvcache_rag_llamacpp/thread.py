@@ -1,4 +1,4 @@
-"""A thread in which nothing else is computed."""
+"""A thread that computes nothing else."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class OwnThread:
-    """Calls functions in a thread of its own.
+    """Calls functions in a separate thread.
 
-    llama.cpp sets the tiles of AMX once for each thread.  Layers of torch in bfloat16 set them,
-    too, and where both are called in one thread llama.cpp ends the process, or has wrong numbers.
+    llama.cpp sets the AMX tiles once per thread. torch's layers in bfloat16 set them, too, and if
+    one thread calls both, llama.cpp ends the process or computes wrong numbers.
     """
 
     def __init__(self) -> None:

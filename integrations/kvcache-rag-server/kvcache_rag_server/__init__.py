@@ -1,4 +1,4 @@
-"""One endpoint over shared caches: requests wait, their chunks are prefetched, all is HTTP.
+"""One HTTP endpoint over shared caches: requests wait while their chunks are prefetched.
 
 completions  the two routes that answer
 requests     what clients send, and the `BackendRequest` that it makes
@@ -8,5 +8,4 @@ errors       what they read of whatever went wrong; validation: of a body
 backend      what a request is between HTTP and model, and what a backend answers
 local        a backend over the engines of this process
 queue        what waits, scheduler: who comes next, worker: who answers it
-
 """

@@ -1,4 +1,4 @@
-"""Put the server together: routes, errors, and what surrounds every request."""
+"""Put the server together: routes, errors and middleware."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _ABOUT: Final = (
 
 
 def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
-    """The server's application; `app.state` has its `AppContext`, `context`, and its `bodies`.
+    """Build the server's application; `app.state` has `context`, an `AppContext`, and `bodies`.
 
     Args:
-        backend: Answers; it is closed by whoever made it.
-        settings: What the server was told.
+        backend: Answers requests; its maker closes it.
+        settings: Settings of the server.
 
     Raises:
-        InvalidInputError: If the file of API keys cannot be used.
+        InvalidInputError: If the API key file cannot be used.
     """
     app = FastAPI(
         title="kvcache-rag",

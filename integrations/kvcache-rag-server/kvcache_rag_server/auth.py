@@ -1,4 +1,4 @@
-"""Who calls: the `Authorization` header and nothing else of a request."""
+"""Who calls, from the `Authorization` header and nothing else in a request."""
 
 # FastAPI reads the annotations of dependencies when routes are made, so they are not postponed.
 import asyncio
@@ -29,7 +29,7 @@ BEARER = HTTPBearer(
 class Anonymous:
     """FastAPI dependency of a server without keys: everybody is the same caller.
 
-    The header is ignored: clients of OpenAI always send one.
+    The header is ignored, because OpenAI's clients always send one.
     """
 
     async def __call__(self) -> Caller:
@@ -46,10 +46,10 @@ class Anonymous:
 
 
 class ByKey:
-    """FastAPI dependency of a server with keys: who calls says the key, and nothing else.
+    """FastAPI dependency of a server with keys: only the key says who calls.
 
     Attributes:
-        keys: Those that are known; another value counts from the next request on.
+        keys: The known keys; a new value counts from the next request on.
     """
 
     def __init__(self, keys: ApiKeys) -> None:
@@ -80,11 +80,11 @@ class ByKey:
         return caller
 
     def check_metrics(self, header: str) -> None:
-        """Let those see `/metrics` who have a key made for it.
+        """Let only keys made for it see `/metrics`.
 
         Raises:
-            ApiError: 401 without a known key, 403 for the key of a tenant, who is not to see how
-                much the others ask.
+            ApiError: 401 without a known key, 403 for a tenant's key, because tenants must not see
+                each other's load.
         """
         if self._known(header).namespace != METRICS_NAMESPACE:
             raise _wrong_key(
@@ -103,7 +103,7 @@ class ByKey:
 
 
 class KeyReloader:
-    """Reads the file of keys again while the server runs."""
+    """Rereads the key file while the server runs."""
 
     def __init__(self, path: Path, authenticator: ByKey, exchanges: Exchanges) -> None:
         """Read `path` for `authenticator`, and end those of `exchanges` that lost their key."""
@@ -111,10 +111,9 @@ class KeyReloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> None:
-        """Take the keys as the file has them now; all stay as they are if it cannot be used.
+        """Take the file's current keys; if it cannot be used, all stay as they are.
 
-        Requests that are being answered end if their key is not known any more, or is another
-        tenant's.
+        Running requests end if their key is no longer known, or is now another tenant's.
         """
         async with self._lock:  # the last call has the last word
             try:
@@ -136,14 +135,14 @@ class KeyReloader:
 
 
 Authenticator: TypeAlias = Anonymous | ByKey
-"""What says who calls."""
+"""Determines who calls."""
 
 
 def authenticator(settings: ServerSettings) -> Authenticator:
-    """What says who calls a server of these settings.
+    """The authenticator for a server with these settings.
 
     Raises:
-        InvalidInputError: If the file of keys cannot be used.
+        InvalidInputError: If the key file cannot be used.
     """
     if settings.api_keys is None:
         return Anonymous()

@@ -1,6 +1,6 @@
-"""What a request is between the HTTP layer and a model, and what a backend answers to it.
+"""Requests between the HTTP layer and a model, and what a backend answers.
 
-All of it are plain values, which cross threads.
+All are plain values, which cross threads.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ class BackendRequest:
     """One request, as queues and backends see it.
 
     Attributes:
-        id: Its name in logs and answers.
-        question: Text of the last user message, or the prompt of a completion; "" behind what a
-            tool said.
+        id: Its id in logs and answers.
+        question: Text of the last user message, or the prompt of a completion; "" behind a tool's
+            result.
         chunks: Texts, best first unless there are scores.
         history: Earlier turns, oldest first; those of tools and calls as chat templates read them.
         system: System messages of the request over documents.
         namespace: Tenant, from the API key; never from the request's body.
-        policy: What to reuse; None for the engine's own.
-        max_new_tokens: Of the answer.
+        policy: Policy; None for the engine's own.
+        max_new_tokens: Most tokens of the answer.
         stop: Strings before which the answer ends.
         options: Further arguments of `Engine.generate` (temperature, top_p, seed and the like), and
             `presence_penalty`, `frequency_penalty`, `logit_bias` as OpenAI has them.
-        is_plain: Whether the question is a text to continue, without template and chunks.
-        is_chat: Whether it is an ordinary conversation, to which no documents were given.
+        is_plain: Whether the question is a text to continue, without template or chunks.
+        is_chat: Whether it is an ordinary conversation without documents.
         streaming: Whether the answer is wanted piece by piece.
-        trace: What its spans go on from (`traces.carried`).
-        scores: Of the chunks, higher is better; None where the best stands first.
-        places: Of each chunk, which document of the request it is.
-        tools: That the answer may call.
+        trace: The trace that its spans continue (`traces.carried`).
+        scores: Scores of the chunks, higher is better; None if the best is first.
+        places: Per chunk, the number of its document in the request.
+        tools: Tools that the answer may call.
         schema: JSON schema that the answer is held to; None for none.
-        logprobs: How many of the likeliest tokens are told at each place of the answer, beside the
-            one that was chosen; None where nothing is told.
-        n: Answers.
-        packed: Where the chunks were recognised in messages.
+        logprobs: How many of the likeliest tokens are reported at each place of the answer, beside
+            the chosen one; None for no report.
+        n: Number of answers.
+        packed: What was recognised in the messages, if the chunks come from there.
     """
 
     id: str
@@ -109,16 +109,16 @@ class BackendRequest:
 
 @dataclass(frozen=True)
 class Started:
-    """An answer begins; until then nothing of it was handed on, and it could begin elsewhere.
+    """An answer begins; until then nothing of it was sent, and it could begin elsewhere.
 
-    It comes with the first text, so that what is wrong with a request is told in its place.
+    It comes with the first text, so that an error in a request can be sent instead.
 
     Attributes:
         queue_wait: Seconds that it waited for the model.
         sources: What was retrieved for it, best first.
         prefetched: Whether what it needs was computed or loaded while it waited.
-        batch: How many requests are answered together with it, itself included.
-        replica: Name of the process that answers; "" where there is one.
+        batch: How many requests are answered together, including itself.
+        replica: Name of the process that answers; "" if there is only one.
     """
 
     queue_wait: float
@@ -184,12 +184,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What became of documents that were to be ready for questions.
+    """Result of prefilling documents.
 
     Attributes:
-        chunks: Different ones.
-        tokens: Of these chunks.
-        computed: Chunks that were not stored before.
+        chunks: Number of different chunks.
+        tokens: Their tokens.
+        computed: How many were not stored before.
     """
 
     chunks: int
@@ -199,11 +199,11 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class OwnPolicy:
-    """What a backend reuses where a request does not say it.
+    """The policy of requests that name none.
 
     Attributes:
-        name: As `policy_by_name` reads it; "" where nobody can say it now.
-        warnings: Of other policies, by name: what they may cost the model.
+        name: As `policy_by_name` reads it; "" if not known now.
+        warnings: For other policies, by name, what they may cost the model.
     """
 
     name: str = ""
@@ -216,9 +216,9 @@ class Failed:
 
     Attributes:
         status: HTTP status, 4xx or 5xx.
-        kind: Type of error as OpenAI's clients know it.
-        message: One sentence for the client, without traceback and paths.
-        retry_after: Seconds after which a repetition makes sense; None where it makes none.
+        kind: Error type that OpenAI's clients know.
+        message: One sentence for the client, without traceback or paths.
+        retry_after: Seconds after which to repeat; None if that is of no use.
         param: The field that was wrong, or None.
         code: OpenAI's `code`, such as "model_not_found", or None.
     """
@@ -242,13 +242,13 @@ class Backend(Protocol):
         """Answer a request, event by event.
 
         Pieces come if the request streams.  Closing the iterator (`aclose`), or cancelling the task
-        that reads it, takes the request back: waiting, it leaves the queue; running, it stops at
-        the next token.  Nothing is raised but that cancellation.
+        that reads it, withdraws the request: a waiting one leaves the queue, a running one stops at
+        the next token.  Only that cancellation is raised.
         """
         ...
 
     async def count(self, work: BackendRequest) -> int:
-        """Tokens of the request's prompt, as they will be counted in its answer.
+        """Tokens of the request's prompt, as its answer will count them.
 
         Raises:
             KVCacheRagError: If the request cannot be written as a prompt.
@@ -256,7 +256,7 @@ class Backend(Protocol):
         ...
 
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
-        """The prompt's spans and which of their tokens are reused or recomputed, plain values.
+        """The prompt's spans and which of their tokens are reused or recomputed, as plain values.
 
         Raises:
             KVCacheRagError: If the request cannot be written as a prompt.
@@ -264,9 +264,9 @@ class Backend(Protocol):
         ...
 
     async def prefill(self, work: BackendRequest) -> Prefilled:
-        """Compute and store the chunks of a request that are missing; nothing is answered.
+        """Compute and store missing chunks of a request; nothing is answered.
 
-        Cancelling it stops that; what was computed stays stored.
+        Cancelling stops it; what was computed stays stored.
 
         Raises:
             KVCacheRagError: If a chunk cannot be computed, or the server shuts down.
@@ -274,7 +274,7 @@ class Backend(Protocol):
         ...
 
     async def ready(self) -> bool:
-        """Whether a request would be answered now; starts what there is to start."""
+        """Whether a request would be answered now; starts whatever has to be started."""
         ...
 
     async def stats(self) -> Mapping[str, Any]:
@@ -291,17 +291,17 @@ class Backend(Protocol):
         ...
 
     async def models(self) -> Mapping[str, int | None]:
-        """Names under which the models are asked for; of each, tokens of its context window.
+        """Context windows, in tokens, by the models' names in requests.
 
-        None where nobody can say it now.
+        None for a window that is not known now.
         """
         ...
 
     async def identity(self) -> Identity:
-        """What a verdict on its answers is about.
+        """What a verdict must match to apply to its answers.
 
         Raises:
-            KVCacheRagError: If nobody can say it now.
+            KVCacheRagError: If it is not known now.
         """
         ...
 
@@ -310,7 +310,7 @@ class Backend(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Take no more requests: what waits or comes later gets `Failed`, what runs goes on."""
+        """Take no more requests: waiting and later ones get `Failed`, running ones go on."""
         ...
 
     async def close(self) -> None:
@@ -319,7 +319,7 @@ class Backend(Protocol):
 
 
 class PromptWriter(Protocol):
-    """Writes and measures prompts: an `Engine`, or what knows a model's tokenizer alone.
+    """Writes and measures prompts: an `Engine`, or an object with just a model's tokenizer.
 
     Attributes:
         template: How they are written.
@@ -331,10 +331,10 @@ class PromptWriter(Protocol):
     @property
     def context_window(self) -> int: ...
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Messages as one prompt, by the tokenizer's chat template."""
+        """Messages as one prompt, with the tokenizer's chat template."""
 
     def tokenize_text(self, prompt: str) -> tuple[int, ...]:
         """Ids of a whole prompt."""
 
     def brought_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text of users or documents by itself."""
+        """Ids of a text from users or documents."""

@@ -1,4 +1,4 @@
-"""Bodies of requests: how large and slow they may be, alone and together, and their JSON.
+"""Request bodies: how large and slow they may be, alone and together, and their JSON.
 
 A body may be small in bytes and large in work: eight megabytes of `[],[],…` are 2.7 million lists.
 Every value is made, and every error of a body collected, before anybody looks at one of them, so

@@ -1,4 +1,4 @@
-"""What speaks HTTP on a connection: uvicorn's h11, with honest refusals and an end to silence.
+"""HTTP on a connection: uvicorn's h11, with readable refusals and a limit on silence.
 
 h11 counts the bytes of a head by itself.  Uvicorn says 400 in plain text to whatever h11 refuses,
 breaks the connection under a client that still sends, which then never reads that, and closes an

@@ -1,8 +1,8 @@
-"""What a client reads of whatever went wrong, in every layer of the server.
+"""Errors as clients see them, from every layer of the server.
 
-A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues
-hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
-clients read it: `{"error": {message, type, param, code}}`.  `failure` gives that of an exception.
+A `Failed` has all of it: status, type, code, field, one sentence, and when to try again.  Queues
+pass it on as an event, an `ApiError` raises it, and `response` writes it for OpenAI's clients:
+`{"error": {message, type, param, code}}`.  `failure` makes one from an exception.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server that is asked by HTTP and answers in JSON, whole or as server-sent events."""
+"""Ask a server over HTTP that answers in JSON, whole or as server-sent events."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The file of API keys: who may call, and as which tenant.
+"""The API key file: who may call, and as which tenant.
 
     # key                                namespace  [name shown in metrics and logs]
     sha256:9f86d081884c7d659a2feaa0c5...  acme       acme-web
     a-key-in-clear-of-16-or-more-letters  globex
 
-One key a line, fields divided by blanks, `#` starts a comment.  A key stands there as its SHA-256
-(what `new_key` writes) or in clear.  Several keys may have the same namespace, and then the same
-name as well; a server reads the file when it starts, and at SIGHUP.  Keys are never logged; metrics
-know a key by the name in its line, or by the first digits of its digest.
+It has one key per line, with fields separated by blanks; `#` starts a comment.  A key is given as
+its SHA-256 (what `new_key` writes) or in clear.  Several keys may have the same namespace, and then
+the same name too.  A server reads the file when it starts, and at SIGHUP. Keys are never logged;
+metrics know a key by the name in its line, or the first digits of its digest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 METRICS_NAMESPACE: Final = "@metrics"
-"""A key of this namespace reads `/metrics`, and nothing else."""
+"""A key of this namespace only reads `/metrics`."""
 
 LEAST_LETTERS: Final = 16
 
@@ -46,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls, as the server's authentication says; never what a body says.
+    """Who calls, according to the server's authentication, never to a body.
 
     Attributes:
         namespace: Tenant whose chunks are seen; "" without keys.
@@ -78,12 +78,12 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
-        """Read a file of keys.
+        """Read a key file.
 
-        A file that others than its owner may read is reported in the log.
+        The log reports a file that others than its owner may read.
 
         Raises:
-            InvalidInputError: If it cannot be read, holds no key, or has a line that is no key.
+            InvalidInputError: If it cannot be read, holds no key, or has a line that is not a key.
         """
         try:
             text = path.read_bytes().decode("utf-8-sig")
@@ -101,10 +101,10 @@ class ApiKeys:
 
     @classmethod
     def parse(cls, text: str, path: Path) -> ApiKeys:
-        """The keys of a file's text; `path` is named in errors.
+        """The keys in a file's text; errors name `path`.
 
         Raises:
-            InvalidInputError: If it holds no key, or has a line that is no key.
+            InvalidInputError: If it holds no key, or has a line that is not a key.
         """
         keys: dict[bytes, ApiKey] = {}
         # Only "\n" ends a line: behind what else some programs end one at, a key could hide in what
@@ -125,9 +125,9 @@ class ApiKeys:
         return cls(tuple(keys.values()))
 
     def caller(self, key: str) -> Caller | None:
-        """Who calls with a key; None if nobody is known by it.
+        """Who calls with a key; None if it is unknown.
 
-        How long it takes says nothing of the keys that are known.
+        The time taken reveals nothing about known keys.
         """
         digest = _digest(key)
         caller = None
@@ -138,7 +138,7 @@ class ApiKeys:
 
 
 def new_key(path: Path, namespace: str) -> str:
-    """Add a key to a file, which is made (for its owner alone) if there is none.
+    """Add a key to a file, which is created (for its owner only) if missing.
 
     Args:
         path: The file.
@@ -148,8 +148,8 @@ def new_key(path: Path, namespace: str) -> str:
         The key; the file holds only its digest.
 
     Raises:
-        InvalidInputError: If no namespace can have that name, or the file cannot be written, is a
-            link, or may be read or written by others.
+        InvalidInputError: If the namespace's name is not allowed, or the file cannot be written, is
+            a link, or may be read or written by others.
     """
     _check_namespace(namespace, "--new-key")
     key = f"kv-{secrets.token_urlsafe(32)}"

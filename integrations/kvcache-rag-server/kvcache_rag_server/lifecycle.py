@@ -1,4 +1,4 @@
-"""One request from its admission to the last byte of its answer, whatever API it came by.
+"""One request from its admission to the last byte of its answer, for every API.
 
 An `AnswerResponse` refuses, counts, streams, keeps silent connections awake, and takes the work
 back when the client goes away.  What an answer looks like is said by a `AnswerForm`.

@@ -1,4 +1,4 @@
-"""Refuse what is too much before it costs anything, in the order in which a request meets it.
+"""Refuse excessive requests before they cost anything; checks in the order a request meets them.
 
 A place of the caller's namespace (`Places`), before the body is read; a body that is too large, or
 small in bytes and large in work (`bodies.py`); too many or too long documents

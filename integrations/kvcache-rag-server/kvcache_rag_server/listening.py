@@ -1,4 +1,4 @@
-"""The socket of a server, taken before anything is imported or loaded for nothing."""
+"""A server's socket, opened before anything is imported or loaded in vain."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ _COUNTS = (
 
 
 class LocalBackend:
-    """Answers requests with one model, one after the other or in batches; a `Backend`.
+    """A `Backend` that answers requests with one model, one after the other or in batches.
 
-    Tenants share the model and its stores and see their own chunks only.  Close it, or its threads
+    Tenants share the model and its stores but only see their own chunks.  Close it, or its threads
     live as long as the process.
     """
 

@@ -1,4 +1,4 @@
-"""What surrounds every request.
+"""Middleware around every request.
 
 `Guard` refuses before a byte of the body is read.  A server on loopback is reached by every web
 page that its user's browser shows.  Pages are kept out twice: a page that lets its own name point

@@ -1,4 +1,4 @@
-"""The page to look at, and what it shows of a prompt: `/`, `/playground/…` and `/v1/explain`.
+"""The playground page, and what it shows of a prompt: `/`, `/playground/…` and `/v1/explain`.
 
 The page is plain files of this package.  Nothing is loaded from elsewhere, and its policy says so
 to the browser: no script or style but those files, no connection but to this server.

@@ -1,4 +1,4 @@
-"""`POST /v1/prefill`: documents of an ingestion, computed and stored before anybody asks."""
+"""`POST /v1/prefill`: compute and store documents at ingestion, before anybody asks."""
 
 # FastAPI reads the annotations of routes when they are made, so they are not postponed.
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Ray for as long as a `with` block lasts: on loopback, with a token, and nothing left behind.
+"""Ray for the duration of a `with` block: on loopback, with a token, and nothing left behind.
 
 A Ray that anybody can reach runs whatever anybody sends (CVE-2023-48022, CVE-2025-62593), and Ray
 asks for no token unless it is told to.  So a Ray that is started here listens on loopback only and

@@ -1,7 +1,7 @@
-"""An engine of another machine: questions go to a `kvcache-rag serve` by HTTP.
+"""A remote engine: questions go to a `kvcache-rag serve` over HTTP.
 
 `RemoteEngine` has what applications use of an `Engine`, and loads neither torch nor a tokenizer:
-prompts are written, and chunks kept, by the server.
+the server writes prompts and keeps chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.tools import ToolChoice
 
 OWNER: Final = "kvcache-rag"
-"""What `GET /v1/models` of such a server calls its models' owner."""
+"""The owner of models that `GET /v1/models` of such a server names."""
 
 # Of one request to prefill.
 _DOCUMENTS: Final = 16
@@ -77,10 +77,10 @@ _Got = TypeVar("_Got")
 
 
 class ConversationText(str):
-    """Turns as a text to look at; the server writes the prompt of them.
+    """Turns as readable text; the server writes their prompt.
 
     Attributes:
-        turns: Oldest first.
+        turns: The turns, oldest first.
     """
 
     turns: tuple[dict[str, Any], ...]
@@ -94,7 +94,7 @@ class ConversationText(str):
 
 
 class RemoteForms(ConversationForms):
-    """The forms of a model elsewhere: what it is told of tools, nobody here knows."""
+    """The forms of a remote model; how it is told about tools is not known here."""
 
     def __init__(self, url: str) -> None:
         """For the server at `url`."""
@@ -105,12 +105,12 @@ class RemoteForms(ConversationForms):
 
     @property
     def has_chat_template(self) -> bool:
-        """The server writes prompts of messages, with whatever it has."""
+        """True: the server writes prompts of messages in its own way."""
         return True
 
     @property
     def grammars(self) -> NoReturn:
-        """Nobody has any here."""
+        """Not available here."""
         raise _elsewhere(self._url)
 
     def form(
@@ -124,7 +124,7 @@ class RemoteForms(ConversationForms):
         """How a conversation is asked; see `ConversationForms.form`.
 
         Raises:
-            InvalidInputError: If tools may be called, or the chat template is told something.
+            InvalidInputError: If tools may be called, or the chat template gets values.
         """
         from kvcache_rag.generation.tools import json_turns
 
@@ -154,13 +154,13 @@ def _elsewhere(url: str) -> InvalidInputError:
 class RemoteEngine(Reopened):
     """What applications use of an `Engine`, answered by a server.
 
-    Nothing is asked before it is needed.  Safe to use from any thread.
+    The server is only asked when needed.  Thread-safe.
 
     Attributes:
-        url: Of the server.
-        namespace: "": a server goes by the key.
-        policy: Of questions that name none; the server's own.
-        is_remote: Whether chunks are elsewhere, under keys that nobody here knows.
+        url: URL of the server.
+        namespace: "": the server takes the tenant from the key.
+        policy: None: questions that name none get the server's own.
+        is_remote: True: chunks are elsewhere, under keys not known here.
     """
 
     is_remote: Final = True
@@ -182,17 +182,17 @@ class RemoteEngine(Reopened):
         """Ask the server at `base_url`, such as `http://rag.example.org:8000`, with or without /v1.
 
         Args:
-            base_url: Of a `kvcache-rag serve`, whatever engine answers behind it.
-            api_key: The caller's; None for a server without keys.
-            model: Name under which it serves; "" for the one that it has.
-            system_prompt: Instruction before the chunks.  Only the server's own can stand there;
-                any other stands before the question.
+            base_url: URL of a `kvcache-rag serve`, with any backend.
+            api_key: The caller's key; None for a server without keys.
+            model: Name of the served model; "" for the only one.
+            system_prompt: Instruction before the chunks.  Only the server's own can be there; any
+                other goes before the question.
             window: Tokens of prompt and answer, to keep prompts short; None for the model's own.
-            retries: How often a question is repeated where there was no room for it, or no server.
-            transport: Of httpx, for tests.
+            retries: How often to repeat a question if the server is full or unreachable.
+            transport: httpx transport, for tests.
 
         Raises:
-            InvalidInputError: If it is no URL.
+            InvalidInputError: If it is not a URL.
         """
         url = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
         self._client = ServerClient(url, transport, key=api_key or None, through_proxies=True)
@@ -239,7 +239,7 @@ class RemoteEngine(Reopened):
 
     @property
     def name(self) -> str:
-        """Of the model, as the server has it."""
+        """The server's name for the model."""
         return self._served[0]
 
     @property
@@ -249,34 +249,34 @@ class RemoteEngine(Reopened):
 
     @property
     def identity(self) -> Identity:
-        """What a verdict on the server's answers is about."""
+        """What a verdict must match to apply to the server's answers."""
         return Identity(**self._asked(self._client.get("/v1/identity", seconds=None)))
 
     @property
     def prefix_text(self) -> str:
-        """The instruction before the chunks, as far as it is known here."""
+        """The instruction before the chunks, as far as known here."""
         return self.template.system
 
     @property
     def model(self) -> NoReturn:
-        """Nobody has it here."""
+        """Not available here."""
         raise _elsewhere(self.url)
 
     @property
     def tokenizer(self) -> NoReturn:
-        """Nobody has it here."""
+        """Not available here."""
         raise _elsewhere(self.url)
 
     # ------------------------------------------------------------------ answers
     def generate(self, question: str, chunks: Sequence[Any] = (), **options: Any) -> Answer:
-        """Answer a question over chunks; as `Engine.generate`, of whose options the server is told.
+        """Answer a question over chunks, like `Engine.generate`, with options that a server takes.
 
-        `overflow="refine"` leaves out what does not fit, as "drop_lowest" does.
+        `overflow="refine"` leaves out what does not fit, like "drop_lowest".
 
         Raises:
             InvalidInputError: If an argument cannot be used, or not here.
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
-            RemoteServerError: If the server is not there, has no room or failed.
+            RemoteServerError: If the server is unreachable, full or failed.
         """
         cancelled, emit = options.pop("cancelled", None), options.pop("emit", None)
         return self._fitted(question, chunks, options, lambda asked: asked.run(emit, cancelled))
@@ -295,7 +295,7 @@ class RemoteEngine(Reopened):
         return self._text(prompt, options).open()
 
     def generate_batch(self, questions: Sequence[Any], **options: Any) -> list[Answer]:
-        """Answer several questions; the server does so together where it can."""
+        """Answer several questions; the server answers them together if it can."""
 
         def one(asked: tuple[Any, ...]) -> Answer:
             question, chunks, *more = asked
@@ -306,7 +306,7 @@ class RemoteEngine(Reopened):
             return list(pool.map(one, questions))
 
     def render_chat(self, messages: Iterable[Mapping[str, Any]], **chat: Any) -> ConversationText:
-        """Messages for `complete`; the server writes them by the model's chat template."""
+        """Messages for `complete`; the server writes them with the model's chat template."""
         if any(chat.values()):
             raise InvalidInputError(
                 f"{' and '.join(chat)} are not told to the server at {self.url}; leave them out"
@@ -314,7 +314,7 @@ class RemoteEngine(Reopened):
         return ConversationText(messages)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
-        """What `write` makes; nobody here knows which texts are control tokens."""
+        """The result of `write`; control tokens are not known here."""
         return write(lambda text: text)
 
     # ------------------------------------------------------------------ chunks
@@ -325,7 +325,7 @@ class RemoteEngine(Reopened):
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[None]:
-        """Have the server compute and store what it lacks.
+        """Have the server compute and store missing chunks.
 
         Args:
             texts: Chunks.
@@ -337,9 +337,9 @@ class RemoteEngine(Reopened):
 
         Raises:
             concurrent.futures.CancelledError: If it was stopped; what was computed stays stored.
-            ContextTooLongError: If a chunk does not fit the context window, or is more than the
-                server takes; those before it are stored.
-            RemoteServerError: If the server is not there, has no room or failed.
+            ContextTooLongError: If a chunk does not fit the context window or the server's limits;
+                those before it are stored.
+            RemoteServerError: If the server is unreachable, full or failed.
         """
         done = 0
         with progress_bar(len(texts), "prefilling", "chunk", show=show_progress) as bar:
@@ -371,7 +371,7 @@ class RemoteEngine(Reopened):
             await self._prefill(part[half:], at + half)
 
     def keys(self, texts: Sequence[str]) -> list[None]:
-        """None of each; raises as `add` does for what cannot be a chunk."""
+        """One None per text; raises what `add` does for texts that cannot be chunks."""
         return self.add(texts)
 
     def read(
@@ -381,7 +381,7 @@ class RemoteEngine(Reopened):
         *,
         cancelled: threading.Event | None = None,
     ) -> NoReturn:
-        """How likely a question is behind each chunk is not told over HTTP.
+        """Not available: how likely a question is after each chunk is not sent over HTTP.
 
         Raises:
             InvalidInputError: Always.
@@ -392,7 +392,7 @@ class RemoteEngine(Reopened):
         )
 
     def reference(self, digest: str, spec: str, tokens: int) -> NoReturn:
-        """A key that was noted is of no use here.
+        """Not available: noted keys are of no use here.
 
         Raises:
             FingerprintMismatchError: Always.
@@ -400,7 +400,7 @@ class RemoteEngine(Reopened):
         raise FingerprintMismatchError(f"the chunks are at {self.url}, under keys of its own")
 
     def delete(self, keys: Iterable[Any]) -> None:
-        """Nothing: a server keeps chunks as long as its limits let it."""
+        """Do nothing: the server keeps chunks as its limits allow."""
 
     # ------------------------------------------------------------------ requests
     def _fitted(

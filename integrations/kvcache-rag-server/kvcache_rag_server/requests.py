@@ -1,4 +1,4 @@
-"""What clients send: bodies with OpenAI's fields and ours, checked, and the request each makes.
+"""What clients send: checked bodies with OpenAI's fields and ours, and the request each makes.
 
 Fields that cannot be honoured are declared with the one value that changes nothing, so that the
 schema says what `UNSUPPORTED` then explains; a field that is not declared is refused by name.

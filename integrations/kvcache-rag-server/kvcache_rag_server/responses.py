@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects with what an answer cost, whole or as server-sent events."""
+"""What clients get: OpenAI's objects with an answer's cost, whole or as server-sent events."""
 
 # pydantic reads the annotations when models are made, so they are not postponed.
 

@@ -1,4 +1,4 @@
-"""Who is answered next, alone or in a batch: fairly between tenants, together where that is sooner.
+"""Who is answered next, alone or in a batch: fairly between tenants, together if that is faster.
 
 A padded batch reads the weights once for all its rows, but it lasts as long as its longest answer,
 and its first row waits for its last.  Nothing is assumed of a device: both sides are measured

@@ -1,4 +1,4 @@
-"""What a server is told when it starts; nothing of it comes from a request."""
+"""A server's settings, fixed when it starts; no request changes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _backend(name: str) -> str:
 
 
 class RequestLimits(Settings):
-    """How much one request, and one namespace, may ask for; beyond it the answer is a clear 4xx."""
+    """Limits for one request and one namespace; beyond them the answer is a clear 4xx."""
 
     max_documents: int = Field(default=64, ge=1)
     """Documents of one request."""
@@ -73,10 +73,10 @@ class RequestLimits(Settings):
 
 
 class ServerSettings(LocalSettings, RequestLimits):
-    """What `kvcache-rag serve` is told, by its command line and its file.
+    """Settings of `kvcache-rag serve`, from its command line and its file.
 
     Raises:
-        InvalidInputError: If two of them contradict each other.
+        InvalidInputError: If two settings contradict each other.
     """
 
     served_name: str = ""

@@ -1,4 +1,4 @@
-"""How a server ends: what waits is refused at once, what runs may finish for a while.
+"""How a server ends: waiting requests are refused at once, running ones may finish for a while.
 
     signal                                          the grace ends
       |---------------- grace -----------------|-- margin --|--- for the model ---|

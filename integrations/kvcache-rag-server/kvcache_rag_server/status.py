@@ -1,4 +1,4 @@
-"""What is served, and whether it is there: `/v1/models`, `/health`, `/ready`."""
+"""What is served, and whether it is ready: `/v1/models`, `/health`, `/ready`."""
 
 # FastAPI reads the annotations of routes when they are made, so they are not postponed.
 import asyncio

@@ -1,4 +1,4 @@
-"""Where the spans of requests come from: out of their headers, past the queue, into an answer.
+"""Carry trace contexts of requests from their headers through the queue to the answer.
 
 What spans are made of is the core's (`kvcache_rag.generation.telemetry`).
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a body: one sentence about one of the errors that pydantic found.
+"""What is wrong with a body: one sentence about one of pydantic's errors.
 
 What was sent is not repeated: it may be long, and it may be no text that can be sent back.
 """

@@ -1,8 +1,8 @@
-"""LangChain over kvcache-rag: chunks are prefilled once, little more when a question comes.
+"""LangChain over kvcache-rag: chunks are prefilled once, and a question needs little more.
 
 Two lines of an app change: the chat model (`ChatKVCache`) and the step that puts documents into the
-prompt (`KVCacheRAG`); `KVCacheChroma` and `ChatKVCache.prefill` move prefilling
-to ingestion.  Names are imported when they are first used.
+prompt (`KVCacheRAG`); `KVCacheChroma` and `ChatKVCache.prefill` move prefilling to ingestion.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answer the prompts of `batch` and `abatch` together, in one padded `generate()`.
+"""Answer the prompts of `batch` and `abatch` together, in padded `generate()` calls.
 
 The prompts over documents are answered first.  Then each runs through LangChain's own `invoke`, so
 callbacks, tags, metadata and run ids are what they are for a single call; where a single call would

@@ -1,6 +1,6 @@
 """A retrieved document as a content block of a message.
 
-Prompt templates, message histories and graph states carry such blocks as they are, so the model
+Prompt templates, message histories and graph states pass such blocks on unchanged, so the model
 still sees where each document begins and ends.
 """
 
@@ -20,28 +20,27 @@ if TYPE_CHECKING:
     from kvcache_rag.integration import MetadataWatch
 
 DOCUMENT_TYPE: Final = "text-plain"
-"""LangChain's standard type of a block that is a plain-text document."""
+"""LangChain's standard type for a plain-text document block."""
 
 SCORE: Final = "relevance_score"
-"""What rerankers call their score in a document's metadata; of "score" nobody knows whether it is a
-distance."""
+"""The metadata key that rerankers write their score to; "score" might be a distance."""
 
 
 def document_block(
     document: Document, document_prompt: StringPromptTemplate | None = None
 ) -> dict[str, Any]:
-    """A document as a content block, for the content of any message to `ChatKVCache`.
+    """Make a content block of a document, for any message to `ChatKVCache`.
 
     Args:
-        document: Its `title` is only carried along.
-        document_prompt: Makes the text that stands in the prompt, as `document_text` does.
+        document: The document; its `title` is carried along but not read.
+        document_prompt: Writes the text for the prompt, as in `document_text`.
 
     Returns:
-        A standard text-plain block; `id` is the document's, or made from a digest of its text, and
-        a reranker's score stands among its `extras`.
+        A standard text-plain block; `id` is the document's, or a digest of its text, and `extras`
+        has a reranker's score.
 
     Raises:
-        InvalidInputError: If it is no document, or as from `document_text`.
+        InvalidInputError: If it is not a document, or as for `document_text`.
     """
     text = document_text(checked_document(document), document_prompt)
     block: dict[str, Any] = {
@@ -91,16 +90,16 @@ def checked_document(document: Any) -> Document:
 
 
 def document_text(document: Document, document_prompt: StringPromptTemplate | None = None) -> str:
-    """What of a document stands in prompts, and so what its chunk is.
+    """The text of a document in prompts, which is its chunk.
 
     Args:
         document: A text and its metadata.
-        document_prompt: A PromptTemplate over `page_content` and names of metadata, as LangChain's
-            `create_stuff_documents_chain` takes it; None for the text alone.
+        document_prompt: A PromptTemplate over `page_content` and metadata names, as for LangChain's
+            `create_stuff_documents_chain`; None for the text alone.
 
     Raises:
-        InvalidInputError: If the prompt is none, or names what the document does not have, or the
-            text is not valid Unicode.
+        InvalidInputError: If it is not a PromptTemplate or names metadata that the document lacks,
+            or the text is not valid Unicode.
     """
     if document_prompt is None:
         text = document.page_content

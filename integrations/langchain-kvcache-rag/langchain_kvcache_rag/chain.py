@@ -35,18 +35,18 @@ def create_kvcache_rag_chain(
     *,
     document_prompt: StringPromptTemplate | None = None,
 ) -> Runnable[dict[str, Any], dict[str, Any]]:
-    """A retrieval chain over cached chunks, with the keys of LangChain's `create_retrieval_chain`.
+    """Make a retrieval chain over cached chunks, with the keys of `create_retrieval_chain`.
 
     Args:
-        retriever: Gets `input`; or a Runnable over the whole input, such as one that puts
-            `chat_history` into its search.
+        retriever: A retriever, which gets `input`, or a Runnable over the whole input, such as one
+            that searches with `chat_history`.
         llm: A `ChatKVCache`, or one with bound arguments.
-        document_prompt: As of `KVCacheRAG`.
+        document_prompt: See `KVCacheRAG`.
 
     Returns:
         A Runnable from `{"input"[, "chat_history"]}` to the same with `context`, a list of
-        Documents, `answer`, a text, and `kv_cache`, what it cost: its `answered_from` are the
-        places in `context` of the documents that it was computed from.
+        Documents, `answer`, a text, and `kv_cache`, its cost, whose `answered_from` has the places
+        in `context` of the documents it was computed from.
     """
     find: Runnable[dict[str, Any], list[Document]]
     if isinstance(retriever, BaseRetriever):

@@ -41,24 +41,23 @@ class ChatKVCache(ChatSettings):
         llm.invoke([HumanMessage([document_block(document), "What does it say?"])])
 
     Documents reach it as text-plain content blocks (`document_block`), in any message; `KVCacheRAG`
-    writes them.  They stand before the conversation, each as a chunk of its own, and what is cached
-    of them is not computed again: `usage_metadata["input_token_details"]["cache_read"]` counts it,
-    `response_metadata["kv_cache"]` says what it cost, and in `answered_from` and
-    `answered_from_ids` from which documents it was computed.  Without documents it is an ordinary
-    chat model.  Keywords of a call or of `bind` win over the settings: those that concern an
-    answer, `json_schema`, and every argument of transformers' `generate()`.  Keywords of a chain's
-    call reach its first step alone; `config={"configurable": {"policy": ...}}` reaches every step.
+    writes them.  They are placed before the conversation, each as a chunk, and cached ones are not
+    computed again.  `usage_metadata["input_token_details"]["cache_read"]` counts their tokens,
+    `response_metadata["kv_cache"]` has the cost, and its `answered_from` and `answered_from_ids`
+    the documents used.  Without documents it is an ordinary chat model.  Keywords of a call or
+    `bind` override the settings: those about an answer, `json_schema`, and every argument of
+    transformers' `generate()`.  Keywords of a chain's call only reach its first step;
+    `config={"configurable": {"policy": ...}}` reaches every step.
 
-    Tools are called in the model's own form where its chat template and its response template say
-    how, else in JSON that a grammar holds (`response_metadata["tool_form"]`).  Documents in what a
-    tool said are chunks like others: blocks in its message, its `artifact`, or texts that a
-    retriever gave and that stand whole in it.  What a model thinks
-    before it answers is `additional_kwargs["reasoning_content"]`.  Structured output works with
+    Tools are called in the model's own form if its chat and response templates define one, else in
+    JSON held by a grammar (`response_metadata["tool_form"]`).  Documents in a tool's result are
+    chunks too: blocks in its message, its `artifact`, or retrieved texts that it contains whole.  A
+    model's reasoning is in `additional_kwargs["reasoning_content"]`.  Structured output works with
     every model, because decoding is held to the schema (`with_structured_output`).
 
-    The constructor takes `engine=`, or `model=`, with the settings of `ChatSettings`.  The model is
-    loaded when it is first needed; copies share it, and what a copy with another model or template
-    loads is kept for the next such copy (a config's `configurable` makes one for each call).
+    The constructor takes `engine=` or `model=`, with the settings of `ChatSettings`.  The model is
+    loaded on first use and shared by copies.  What a copy with another model or template loads is
+    kept for the next such copy (a config's `configurable` makes one for each call).
     """
 
     if TYPE_CHECKING:
@@ -72,21 +71,21 @@ class ChatKVCache(ChatSettings):
         document_prompt: StringPromptTemplate | None = None,
         show_progress: bool = False,
     ) -> list[ChunkKey | None]:
-        """Compute and store the KV of documents, for a vector store of any kind.
+        """Compute and store the KV of documents, for any vector store.
 
-        Questions find it by the documents' text, so nothing has to stand in their rows.
+        Questions find it by the documents' text, so their rows need no reference.
 
         Args:
-            documents: As they are added to the store, or texts as they will stand in prompts.
-            document_prompt: As of `KVCacheRAG`.
+            documents: Documents as added to the store, or texts as written in prompts.
+            document_prompt: See `KVCacheRAG`.
             show_progress: Whether to show a bar.
 
         Returns:
-            The key of each document's chunk; None for one without text, and for one that does not
-            fit the model's context window, which a warning names.
+            The key of each document's chunk; None for one without text, or one that does not fit
+            the model's context window, which a warning names.
 
         Raises:
-            InvalidInputError: If something is no document, or lacks metadata that
+            InvalidInputError: If something is not a document, or lacks metadata that
                 `document_prompt` names.
         """
         return self._prefill(documents, document_prompt, show_progress)
@@ -212,11 +211,12 @@ class ChatKVCache(ChatSettings):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several prompts; those with documents in padded `generate()`s, not one by one.
+        """Answer several prompts, those with documents together in padded `generate()` calls.
 
-        At most `max_batch_size`, and the config's `max_concurrency`, stand in one.  An answer
-        equals that of `invoke`; what cannot be answered together is answered one by one.  Callbacks
-        hear of a call when its answer lies ready, so a trace does not show how long it took.
+        Each call has at most `max_batch_size` prompts, or the config's lower `max_concurrency`.  An
+        answer equals that of `invoke`; prompts that cannot be answered together are answered one by
+        one.  Callbacks are called when the answer is ready, so a trace does not show how long it
+        took.
         """
         return batching.batch(self, inputs, config, return_exceptions, kwargs)
 
@@ -244,16 +244,16 @@ class ChatKVCache(ChatSettings):
 
         Args:
             tools: Tools, functions, pydantic classes, TypedDicts or descriptions of functions.
-            tool_choice: "auto" or None leaves it to the model; "any", "required" or True wants a
-                call, "none" or False forbids it; the name of a tool wants that one.  What has to be
-                called is called in JSON that a grammar holds, whatever the model's own form.
-            parallel_tool_calls: Whether one answer may call several times; False holds answers in
-                JSON to one call, and asks for nothing where a model calls in its own form.
-            strict: As for other models; it changes nothing here.
-            kwargs: Go to each call, such as `max_tokens`.
+            tool_choice: "auto" or None leaves it to the model; "any", "required" or True demands a
+                call, "none" or False forbids it; the name of a tool demands that one.  Demanded
+                calls are JSON held by a grammar, whatever the model's own form.
+            parallel_tool_calls: Whether one answer may have several calls; False limits answers in
+                JSON to one, and has no effect if a model calls in its own form.
+            strict: Accepted as by other models; has no effect.
+            kwargs: Passed to each call, such as `max_tokens`.
 
         Raises:
-            InvalidInputError: If a tool cannot be described, or `tool_choice` is none of them.
+            InvalidInputError: If a tool cannot be described, or `tool_choice` is none of these.
         """
         described = described_tools(tools)
         ToolChoice.of(described, tool_choice, parallel_tool_calls)
@@ -267,13 +267,13 @@ class ChatKVCache(ChatSettings):
     def with_structured_output(
         self, schema: Any, *, include_raw: bool = False, **kwargs: Any
     ) -> Runnable[LanguageModelInput, Any]:
-        """A chain that answers with an object of a schema, which decoding is held to.
+        """A chain whose answers are objects of a schema, to which decoding is held.
 
         Args:
             schema: A pydantic class, a TypedDict, or a JSON schema.
-            include_raw: Whether to give `{"raw", "parsed", "parsing_error"}`.
-            kwargs: `method` and `strict`, as for other models; they change nothing here, because
-                every token is held to the schema.  Others go to each call, such as `max_tokens`.
+            include_raw: Whether to return `{"raw", "parsed", "parsing_error"}`.
+            kwargs: `method` and `strict`, as for other models, have no effect, because every token
+                is held to the schema.  Others are passed to each call, such as `max_tokens`.
 
         Raises:
             MissingExtraError: If llguidance is not installed.

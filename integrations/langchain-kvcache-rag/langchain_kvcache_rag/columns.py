@@ -1,4 +1,4 @@
-"""Rows of the columns that Chroma's collections take."""
+"""Turn the columns that Chroma's collections take into rows."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from kvcache_rag.integration import hash_vector
 
 
 class HashEmbeddings(NamedArguments, Embeddings):
-    """Words and their character n-grams, hashed into a vector of length one.
+    """Hashes words and their character n-grams into a vector of length one.
 
-    Literal matches are found, synonyms are not; the same text gives the same vector everywhere.
+    It finds literal matches but no synonyms; the same text gives the same vector everywhere.
     """
 
     def __init__(self, dimensions: int = 384) -> None:

@@ -1,4 +1,4 @@
-"""The first step of a chain, which alone hears the keywords of the chain's call."""
+"""The first step of a chain, which alone gets the keywords of the chain's call."""
 
 from __future__ import annotations
 

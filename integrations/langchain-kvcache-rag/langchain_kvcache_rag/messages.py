@@ -1,4 +1,4 @@
-"""LangChain's messages as any framework's: texts, and the documents in them."""
+"""LangChain's messages in the common form: texts, and the documents in them."""
 
 from __future__ import annotations
 

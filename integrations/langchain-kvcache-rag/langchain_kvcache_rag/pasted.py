@@ -1,4 +1,4 @@
-"""Tell documents that were pasted into a message, where nothing of them can be reused."""
+"""Detect documents pasted into a message, of which nothing can be reused."""
 
 from __future__ import annotations
 

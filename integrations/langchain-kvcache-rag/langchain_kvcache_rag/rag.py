@@ -1,7 +1,7 @@
 """The step of a chain that answers a question from retrieved documents.
 
-A stock chain pastes documents into a prompt and so loses where one ends.  `KVCacheRAG` hands them
-to the chat model as content blocks, one chunk each; everything else is the chat model's.
+A stock chain pastes documents into a prompt and so loses where one ends.  `KVCacheRAG` passes them
+to the chat model as content blocks, one chunk each; the chat model does the rest.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ELSEWHERE: Final = {name: f"ChatKVCache({name}=...)" for name in ChatSettings.m
 
 
 class RagInput(TypedDict):
-    """What `KVCacheRAG` answers.
+    """Input of `KVCacheRAG`.
 
     Attributes:
-        question: What is asked.  Read as `input`, as LangChain's retrieval chain calls it, where
-            there is no `question`.
+        question: The question.  Without it `input` is read, the name in LangChain's retrieval
+            chain.
         context: The retrieved documents, best first.
-        chat_history: Earlier turns, oldest first; they stand behind the documents.
+        chat_history: Earlier turns, oldest first; they come after the documents.
     """
 
     question: str
@@ -61,17 +61,16 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
         )
         chain = create_retrieval_chain(store.as_retriever(), KVCacheRAG(llm=llm))
 
-    Gives the chat model's message, or its pieces when it is streamed; `response_metadata` and
-    `usage_metadata` say what was reused, `response_metadata["kv_cache"]["answered_from"]` has the
-    places in `context` of the documents that the answer was computed from.  Keywords of a call
-    (`stop`, `policy`, `max_tokens`, ...) go to the chat model; `batch` answers in one padded
-    `generate()`.
+    It returns the chat model's message, or streams its pieces.  `response_metadata` and
+    `usage_metadata` say what was reused; `response_metadata["kv_cache"]["answered_from"]` has the
+    places in `context` of the documents used.  Keywords of a call (`stop`, `policy`, `max_tokens`,
+    ...) go to the chat model; `batch` answers in padded `generate()` calls.
 
     Attributes:
         llm: A `ChatKVCache`, or one with bound arguments.
-        document_prompt: A PromptTemplate over `page_content` and names of metadata, whose text is
-            what the model reads of a document, and the document's chunk; None for the text alone.
-            A store that prefills takes the same one (`KVCacheChroma(document_prompt=...)`).
+        document_prompt: A PromptTemplate over `page_content` and metadata names that writes what
+            the model reads of a document, which is its chunk; None for the text alone.  A store
+            that prefills needs the same one (`KVCacheChroma(document_prompt=...)`).
     """
 
     llm: Runnable[Any, AIMessage]
@@ -84,8 +83,8 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
         """Answer with `llm`; `fields` are those of every Runnable, such as `name`.
 
         Raises:
-            InvalidInputError: If `llm` is no chat model, `document_prompt` no PromptTemplate, or an
-                argument is unknown.
+            InvalidInputError: If `llm` is not a Runnable, `document_prompt` not a PromptTemplate,
+                or an argument is unknown.
         """
         if not isinstance(llm, Runnable):
             raise InvalidInputError(
@@ -114,7 +113,8 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
         """Answer one question.
 
         Raises:
-            InvalidInputError: If the question is missing, or the context is no list of documents.
+            InvalidInputError: If the question is missing, or the context is not a list of
+                documents.
         """
         return self._call_with_config(self._answer, input, config, **kwargs)
 
@@ -278,8 +278,8 @@ def messages_of(
     """The messages for a question: history, then documents and question in one user message.
 
     Args:
-        given: As `RagInput`.
-        document_prompt: As of `KVCacheRAG`.
+        given: A `RagInput`.
+        document_prompt: See `KVCacheRAG`.
 
     Raises:
         InvalidInputError: If a part is missing or of another type, or the prompt names metadata

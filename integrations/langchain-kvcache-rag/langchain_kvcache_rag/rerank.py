@@ -1,4 +1,4 @@
-"""Rank documents by how likely the question is behind each, read alone out of its cache."""
+"""Rank documents by how likely the question is after each, read alone from its cache."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class KVCacheRerank(NamedArguments, BaseDocumentCompressor):
-    """Puts documents first that make the question likeliest, for whatever model answers then.
+    """Puts the documents first that make the question likeliest, for any model to answer from.
 
         rerank = KVCacheRerank(llm=ChatKVCache(model="smollm2"), top_n=3)
         ContextualCompressionRetriever(base_compressor=rerank, base_retriever=retriever)
 
-    No reranking model is needed: the language model itself reads the question behind each document
-    (`Engine.read`).  A document that was prefilled costs the question's tokens.
-    `metadata["relevance_score"]` says how much likelier it makes the question than no document
-    does, in nats: above 0 it says something of what is asked.  Documents without text come last.
+    No reranking model is needed: the language model itself reads the question after each document
+    (`Engine.read`).  A prefilled document costs the question's tokens.
+    `metadata["relevance_score"]` is how much likelier it makes the question than no document, in
+    nats: above 0 it is about the question.  Documents without text come last.
 
     Attributes:
         llm: The `ChatKVCache` that reads.
-        top_n: How many documents are left; None for all.
-        document_prompt: What of a document is read, as of `KVCacheRAG`; None for its text.
+        top_n: How many documents to keep; None for all.
+        document_prompt: Writes the text that is read, as in `KVCacheRAG`; None for the text alone.
     """
 
     llm: ChatKVCache
@@ -43,12 +43,12 @@ class KVCacheRerank(NamedArguments, BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Documents with a score each, the likeliest first.
+        """Rank documents, the likeliest first, and give each a score.
 
         Args:
-            documents: As they were retrieved; they stay as they are.
+            documents: Documents as retrieved; they are not changed.
             query: The question.
-            callbacks: Told nothing, as nothing is generated.
+            callbacks: Not called, because nothing is generated.
 
         Raises:
             InvalidInputError: If a document or the question cannot be used.
@@ -58,7 +58,7 @@ class KVCacheRerank(NamedArguments, BaseDocumentCompressor):
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """`compress_documents` that does not block the event loop; cancelling it stops it."""
+        """`compress_documents` that does not block the event loop and can be cancelled."""
         return await cancellable(self._ranked, documents, query)
 
     def _ranked(

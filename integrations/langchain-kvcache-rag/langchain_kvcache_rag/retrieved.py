@@ -1,4 +1,4 @@
-"""Which texts retrievers gave, by which documents in what a tool said are known again.
+"""Texts that retrievers returned, to recognise documents in tools' results.
 
 `create_retriever_tool` joins what it found to one text, unless it is asked for an artifact beside
 it.  LangChain's callbacks tell what every retriever of the process gives.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PROVIDER: Final = "kvcache-rag"
 """Name of this integration in traces and in `response_metadata`."""
 INTERNAL: Final = ("ls_structured_output_format", "stream", "structured_output_format")
-"""What LangChain says to itself in the arguments of a call."""
+"""Arguments of calls that LangChain uses internally."""
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
     *("base_url", *DeviceOption.model_fields),
@@ -109,41 +109,41 @@ _ELSEWHERE: Final = {
 
 
 class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
-    """What `ChatKVCache` can be told.
+    """Settings of `ChatKVCache`.
 
-    Where chunks are kept and how the model is loaded is said as `StoreOptions`, `EngineOptions` and
-    `DeviceOption` have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an
-    `Auxiliary` `policy=CacheClip(auxiliary)`.
+    `StoreOptions`, `EngineOptions` and `DeviceOption` (`kvcache_rag.settings`) say where chunks are
+    kept and how the model is loaded.  To use your own `Gate` pass `engine=`, for an `Auxiliary`
+    `policy=CacheClip(auxiliary)`.
 
     Attributes:
         model: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes with
-            kvcache-rag; also `model_name`.  Beside `engine=` it is only a name, beside `base_url`
-            the name under which the server has it.
-        base_url: Of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
-            instead of a model of this process; then neither torch nor a tokenizer is loaded, vector
-            stores prefill there, and `kv_dir` and `device` mean nothing.
-        temperature: Above 0 samples, 0 and None do not.
-        max_tokens: Of an answer.
+            kvcache-rag; also `model_name`.  With `engine=` it is only a label, with `base_url` the
+            server's name for it.
+        base_url: URL of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
+            instead of a local model.  Then neither torch nor a tokenizer is loaded, vector stores
+            prefill there, and `kv_dir` and `device` have no effect.
+        temperature: Above 0, tokens are sampled; with 0 or None they are not.
+        max_tokens: Most tokens of an answer.
         stop: Strings before which an answer ends.
-        timeout: Seconds after which an answer ends where it is.
-        top_p: Nucleus of sampling, read when sampling.
-        top_k: Candidates of sampling, read when sampling.
+        timeout: Seconds after which an answer is cut.
+        top_p: Probability of the nucleus to sample from.
+        top_k: How many tokens to sample from.
         generate_kwargs: Further arguments of `generate()`.
-        chat_template_kwargs: Values of the chat template's variables, such as
-            `{"enable_thinking": False}`; what changes the text before the documents belongs into
+        chat_template_kwargs: Values of the chat template's variables, such as `{"enable_thinking":
+            False}`; values that change the text before the documents belong in
             `PromptTemplate(chat_template_kwargs=...)`.
         overflow: What to do with documents that do not fit the context window: "refine" answers in
-            several rounds, "drop_lowest" leaves out the last, "error" refuses.
-        policy: What is reused of cached chunks, or the name of that, such as "cacheblend:0.2"; None
-            for the engine's: what the model was trained for.
+            several rounds, "drop_lowest" leaves out the worst, "error" raises.
+        policy: A policy, or its name such as "cacheblend:0.2"; None for the engine's: what the
+            model was trained for.
         max_batch_size: Most prompts in one padded `generate()` of `batch` and `abatch`.
-        streaming: As LangChain defines it: True streams `invoke` too, False streams nothing.
-        match_chunks: Whether texts that a retriever of this process gave, and that stand whole in
-            what a tool said, are chunks.
-        max_retries: How often a server is asked again that is not there or has no room; a local
-            model has nothing to retry.
-        api_key: For that server; a local model needs none.
-        engine_source: The loaded engine, which copies hand on; not for callers.
+        streaming: As in LangChain: True streams `invoke` too, False streams nothing.
+        match_chunks: Whether texts from a retriever in this process that a tool's result contains
+            whole are chunks.
+        max_retries: How often to ask an unreachable or busy server again; a local model has nothing
+            to retry.
+        api_key: Key for that server; a local model needs none.
+        engine_source: The loaded engine, passed on to copies; not for callers.
     """
 
     model: str = ""
@@ -170,17 +170,16 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
     def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None:
-        """Take an engine, or the name of a model.
+        """Take an engine, or a model's name.
 
         Args:
-            engine: Answers; then nothing is loaded, and where its KV is kept and how its prompts
-                are written is its own affair.
-            fields: The attributes of the class, and those of every LangChain chat model (`cache`,
+            engine: Answers; then nothing is loaded, and its own store and template apply.
+            fields: Attributes of this class and of every LangChain chat model (`cache`,
                 `callbacks`, `tags`, `metadata`, `rate_limiter`, `disable_streaming`, ...).
 
         Raises:
-            InvalidInputError: If an argument is unknown or of no use, nothing says which model
-                answers, or `engine` comes with what only a new engine could use.
+            InvalidInputError: If an argument is unknown or cannot be used, no model is named, or
+                `engine` comes with options for a new engine.
         """
         if "model_name" in fields:
             named = fields.pop("model_name")
@@ -209,11 +208,11 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
     @property
     def engine(self) -> Engine:
-        """The engine, loaded with the first use.
+        """The engine, loaded on first use.
 
         Raises:
-            InvalidInputError: If it is not said which model, it cannot be loaded, or a copy of a
-                chat model with `engine=` was given what only a new engine could use.
+            InvalidInputError: If no model is named, it cannot be loaded, or a copy of a chat model
+                with `engine=` was given options for a new engine.
         """
         shared = self._shared
         if shared.is_given:
@@ -222,12 +221,12 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """`model`, under the name that other chat models have for it."""
+        """`model`, by the name that other chat models use."""
         return self.model
 
     @property
     def references(self) -> References:
-        """References of texts that a vector store has prefilled; documents are looked up here."""
+        """References of texts that a vector store has prefilled, for looking up documents."""
         return self._shared.references
 
     @property
@@ -281,7 +280,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         return f"{PROVIDER} {self.model} {digest}"
 
     async def agenerate(self, *args: Any, **kwargs: Any) -> LLMResult:
-        """As LangChain's; what has to be loaded is loaded beside the event loop."""
+        """Like LangChain's, but loads the model outside the event loop."""
         if self.cache is not False and (self.cache or get_llm_cache() is not None):
             with suppress(Exception):  # which is told where the model is asked
                 await in_thread(self._get_llm_string)
@@ -293,7 +292,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text by the model's own tokenizer, for everything that counts tokens."""
+        """Token ids of a text from the model's tokenizer, for everything that counts tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         if self.base_url is not None:
@@ -306,7 +305,7 @@ class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of messages, with those of the documents in them, which LangChain leaves out.
+        """Tokens of messages, including their documents, which LangChain leaves out.
 
         With `base_url` they are estimated, unless `custom_get_token_ids` counts them.
         """

@@ -1,4 +1,4 @@
-"""What copies of one chat model have in common, so that none of them loads the model again."""
+"""What copies of one chat model share, so that none loads the model again."""
 
 from __future__ import annotations
 

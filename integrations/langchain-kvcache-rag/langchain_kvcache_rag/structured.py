@@ -1,4 +1,4 @@
-"""Structured output: decoding is held to a JSON schema, so every model gives objects that fit it.
+"""Structured output: decoding is held to a JSON schema, so every model's objects fit it.
 
 A tokenizer and a schema make a grammar (llguidance); before each token, what the grammar does not
 allow is ruled out.

@@ -1,4 +1,4 @@
-"""LangChain's Chroma store, whose documents are prefilled when they are added."""
+"""LangChain's Chroma store that prefills documents when they are added."""
 
 from __future__ import annotations
 
@@ -36,23 +36,22 @@ _PLACES: Final = ("persist_directory", "host", "chroma_cloud_api_key")
 class KVCacheChroma(Reopened, Chroma):
     """`langchain_chroma.Chroma` that prefills documents when they are added.
 
-    Everything of the stock store works as it does there, over the same collections: those that it
-    wrote can be opened here (`prefill_missing` fills them), and the other way round.  Beside each
-    row stands a reference to its keys and values, which is not part of a document's metadata;
-    documents that were read are known to the chat model by their text.
+    Everything works as in the stock store, over the same collections: either can open what the
+    other wrote (`prefill_missing` fills the stock store's).  Each row has a reference to its keys
+    and values, which is not part of a document's metadata; the chat model knows documents that were
+    read by their text.
 
         llm = ChatKVCache(model="Qwen/Qwen2.5-1.5B-Instruct", kv_dir="./kv")
         store = KVCacheChroma("docs", embeddings, persist_directory="./chroma", llm=llm)
         store.add_documents(splits)
 
-    It differs from the stock store where that one fails or forgets: calls of any size, empty ones
-    included; an existing id is replaced with its metadata, not merged; of equal ids in one call the
-    last wins; `delete()` deletes all rows, as LangChain defines it.  Metadata must not use the keys
-    of a reference (`kvcache_rag.integration.REFERENCE_KEYS`).  One process owns a persistent
-    directory; several share a collection through a Chroma server and `host=`.
+    It differs where the stock store fails or forgets: calls may have any size, even none; an
+    existing id is replaced with its metadata, not merged; of equal ids in one call the last wins;
+    `delete()` deletes all rows, as LangChain defines it.  Metadata must not use the keys of a
+    reference (`kvcache_rag.integration.REFERENCE_KEYS`).  One process owns a persistent directory;
+    several share a collection through a Chroma server and `host=`.
 
-    A copy is the same store; a pickle opens the collection again, with a chat model as that one is
-    pickled.
+    A copy is the same store; a pickle opens the collection again, with the chat model as pickled.
     """
 
     def __init__(
@@ -80,36 +79,36 @@ class KVCacheChroma(Reopened, Chroma):
         document_prompt: StringPromptTemplate | None = None,
         **options: Any,
     ) -> None:
-        """Open a collection; arguments that are not said here are those of the stock store.
+        """Open a collection; other arguments are those of the stock store.
 
         Args:
-            collection_name: Made if it does not exist.
+            collection_name: Its name; created if it does not exist.
             embedding_function: Embeds documents and questions.
             persist_directory: Folder of a local database.
             host: Chroma server, with `port`, `headers` and `ssl`.
-            port: Of the server.
-            headers: For the server.
-            chroma_cloud_api_key: For Chroma Cloud, with `tenant` and `database`.
-            tenant: Of the database.
-            database: Its name.
-            client_settings: Of Chroma's client.
-            collection_metadata: Of a new collection.
-            collection_configuration: Of a new collection, such as `{"hnsw": {"space": "cosine"}}`.
+            port: Port of the server.
+            headers: HTTP headers for the server.
+            chroma_cloud_api_key: Key for Chroma Cloud, with `tenant` and `database`.
+            tenant: Tenant of the database.
+            database: Name of the database.
+            client_settings: Settings of Chroma's client.
+            collection_metadata: Metadata of a new collection.
+            collection_configuration: Configuration of a new collection, such as `{"hnsw": {"space":
+                "cosine"}}`.
             client: An open Chroma client, instead of the above.
-            relevance_score_fn: Makes a score of a distance; None for that of the space.
-            create_collection_if_not_exists: Whether to make the collection.
-            ssl: Whether the server is spoken to by HTTPS.
-            llm: The `ChatKVCache` that will answer; it prefills with its engine, which is loaded
-                when it is first needed.
-            engine: Prefills, if there is no `llm`.  With neither the store only stores.
+            relevance_score_fn: Turns a distance into a score; None for that of the space.
+            create_collection_if_not_exists: Whether to create the collection.
+            ssl: Whether to use HTTPS for the server.
+            llm: The `ChatKVCache` that will answer; its engine prefills, loaded on first use.
+            engine: Prefills, if there is no `llm`.  With neither, nothing is prefilled.
             show_progress: Show a bar while prefilling, unless a call says otherwise.
-            document_prompt: Makes of a row what is prefilled, which is what `KVCacheRAG` hands to
-                the model under the same one; None for the text alone.  Rows keep text and metadata.
-            options: What a newer `langchain_chroma.Chroma` takes beside these.
+            document_prompt: Writes the text that is prefilled, as `KVCacheRAG` does with the same
+                one; None for the text alone.  Rows keep text and metadata.
+            options: Further arguments of a newer `langchain_chroma.Chroma`.
 
         Raises:
-            InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, there are both,
-                or `document_prompt` is no PromptTemplate.
+            InvalidInputError: If `llm` is not a `ChatKVCache` or `engine` not an `Engine`, both are
+                given, or `document_prompt` is not a PromptTemplate.
         """
         known = arguments_of(KVCacheChroma, Chroma)
         refuse_unknown(options, known, f"argument of {type(self).__name__}")
@@ -147,12 +146,12 @@ class KVCacheChroma(Reopened, Chroma):
 
     @property
     def engine(self) -> Engine | None:
-        """What prefills: the one given, or that of `llm`, loaded when it is first needed."""
+        """The engine that prefills: the one given, or `llm`'s, loaded on first use."""
         return None if self._source is None else self._source.engine
 
     @property
     def references(self) -> References | None:
-        """The references of the rows that were read; those of `llm`, if there is one."""
+        """References of the rows that were read; `llm`'s, if there is one."""
         return None if self._source is None else self._source.references
 
     @property
@@ -188,25 +187,25 @@ class KVCacheChroma(Reopened, Chroma):
         show_progress: bool | None = None,
         **_: Any,
     ) -> list[str]:
-        """Embed and prefill texts side by side, and write them; one whose id exists is replaced.
+        """Embed and prefill texts at the same time, and write them; existing ids are replaced.
 
-        The embedding is called here and at once; prefilling has a thread.  Of an embedding that
-        fails nothing is written, and what was prefilled until then stays cached.  A text that
-        cannot be prefilled, as it does not fit the model's context window or the model cannot be
-        loaded, is written without a reference to KV, and one warning names it.
+        The embedding runs in the caller's thread, prefilling in another.  If the embedding fails,
+        nothing is written, and what was prefilled until then stays cached.  A text that cannot be
+        prefilled, because it does not fit the model's context window or the model cannot be loaded,
+        is written without a reference to KV, and one warning names it.
 
         Args:
-            texts: Any number.
+            texts: Any number of texts.
             metadatas: At most one per text; the rest have none.
-            ids: One per text; one that is None is made up, and so are all without `ids`.
+            ids: One per text; those that are None, or all without `ids`, are generated.
             show_progress: Whether to show a bar while prefilling; None for the store's setting.
 
         Returns:
             The id of each text.
 
         Raises:
-            InvalidInputError: If Chroma cannot store an id or a metadata (a dictionary in it, for
-                example), there are not as many ids as texts, or a text lacks metadata that
+            InvalidInputError: If Chroma cannot store an id or metadata (such as a nested
+                dictionary), there are not as many ids as texts, or a text lacks metadata that
                 `document_prompt` names; nothing is prefilled then.
         """
         given = list(texts)
@@ -230,14 +229,14 @@ class KVCacheChroma(Reopened, Chroma):
         metadatas: list[dict[str, Any]] | None = None,
         ids: list[str] | None = None,
     ) -> list[str]:
-        """As the stock store's; pictures are nothing that a text model could prefill."""
+        """Like the stock store's; a text model cannot prefill images."""
         client: Any = PrefilledClient(self._client, None)
         storing = Chroma(self._collection.name, self._embedding_function, client=client)
         known = [one for one in ids or [] if one is not None]
         return self._prefilled.replace_by(known, lambda: storing.add_images(uris, metadatas, ids))
 
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
-        """Replace existing rows, metadata included; ids that are not there are left alone.
+        """Replace existing rows, metadata included; missing ids are ignored.
 
         Raises:
             InvalidInputError: If there are not as many ids as documents.
@@ -273,7 +272,7 @@ class KVCacheChroma(Reopened, Chroma):
         return await run_in_executor(None, self.prefill_missing, show_progress=show_progress)
 
     def fork(self, new_name: str) -> Self:
-        """As the stock store's; `prefill_missing` computes what of its KV is gone."""
+        """Like the stock store's; `prefill_missing` computes KV that is gone."""
         forked = self._collection.fork(new_name=new_name)
         # An engine is handed on as its source, so that both stores know the same references.
         return type(self)(
@@ -289,9 +288,9 @@ class KVCacheChroma(Reopened, Chroma):
         """Delete rows and their KV, unless another row has the same text.
 
         Args:
-            ids: Which; ids that are not there are left alone.
-            kwargs: `where` and `where_document`, which rows must meet as well.  With nothing said
-                at all, all rows are deleted.
+            ids: Ids of the rows; missing ids are ignored.
+            kwargs: `where` and `where_document`, which rows must also meet.  Without any condition,
+                all rows are deleted.
         """
         if ids is None and all(value is None for value in kwargs.values()):
             self._prefilled.clear()
@@ -300,7 +299,7 @@ class KVCacheChroma(Reopened, Chroma):
 
     # ------------------------------------------------------------------ reading
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Documents by id, in no certain order; ids that are not there are left out."""
+        """Documents by id, in no particular order; missing ids are left out."""
         found = self.get(ids=[*ids])
         columns = zip(found["ids"], found["documents"], found["metadatas"], strict=True)
         return [

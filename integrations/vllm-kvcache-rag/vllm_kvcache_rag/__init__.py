@@ -1,4 +1,4 @@
-"""A KV connector for vLLM: stored chunks are stitched into its paged cache, wherever they stand."""
+"""A KV connector for vLLM that stitches stored chunks into its paged cache at any position."""
 
 from __future__ import annotations
 

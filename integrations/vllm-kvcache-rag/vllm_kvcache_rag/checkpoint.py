@@ -1,4 +1,4 @@
-"""Which weights an engine has loaded, told by their files: it keeps them in a form of its own."""
+"""Identify an engine's weights by their files, because it keeps them in its own form."""
 
 from __future__ import annotations
 

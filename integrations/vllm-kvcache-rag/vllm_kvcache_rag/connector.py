@@ -1,4 +1,4 @@
-"""What vLLM calls (its V1 KV connector), handed to the two sides."""
+"""What vLLM calls (its V1 KV connector), passed on to scheduler and workers."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ logger = logging.getLogger("vllm.kvcache_rag")
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there for mypy
-    """What goes from the scheduler to the workers in each step."""
+    """What the scheduler sends the workers in each step."""
 
     step: Step = field(default_factory=Step)
 
 
 @dataclass
 class LawMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a worker has measured: why nothing is to be reused, "" if its law holds."""
+    """What a worker has measured: why nothing may be reused; "" if its law holds."""
 
     law: str
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LawMetadata:
-        """Of all ranks: what one refuses is refused."""
+        """Combine all ranks: what one refuses is refused."""
         return self if self.law else other
 
 
 class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Fills vLLM's paged cache with stitched chunks.
 
-    One object is made for the scheduler and one for each worker.
+    The scheduler and each worker have their own object.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -94,19 +94,19 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------- scheduler
     def on_new_request(self, request: Request) -> None:
-        """Salt it, and look for its pieces."""
+        """Salt a request, and look for its pieces."""
         self._scheduler.take(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens of the context that are loaded."""
+        """How many tokens of the context will be loaded."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Note the pages of what is loaded."""
+        """Note the pages for what is loaded."""
         self._scheduler.place(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -115,7 +115,7 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return StepMetadata(self._scheduler.step(scheduled, self._kv_cache_manager))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What workers have done."""
+        """Take what workers have done."""
         self._scheduler.fail(connector_output.failed_recving or ())
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, LawMetadata):
@@ -137,28 +137,28 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.attach([PagedLayer(layers[name], self._block) for name in kv_caches])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to load beside the forward passes."""
+        """Begin to load during the forward passes."""
         del forward_context, kwargs
         for job in self._step.loads:
             self._worker.start(job)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled once all of it is loaded."""
+        """Do nothing: a request is scheduled once all of it is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: chunks are read when all of their layers are there."""
+        """Do nothing: chunks are read once all of their layers are there."""
 
     def wait_for_save(self) -> None:
-        """Copy out of the pages what this step has completed."""
+        """Copy from the pages what this step has completed."""
         for job in self._step.saves:
             self._worker.save(job)
         for job in self._step.laws:
             self._law = LawMetadata(self._worker.prove(job))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended; a failure is told with its request, never apart."""
+        """Requests whose loads have ended; a failure is never reported without its request."""
         del finished_req_ids
         loaded = self._worker.loaded()
         return KVConnectorTransferResults(
@@ -171,7 +171,7 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return found
 
     def shutdown(self) -> None:
-        """End threads, and what they write."""
+        """Stop the threads and their writing."""
         for side in (self._requests, self._pages):
             if side is not None:
                 side.close()

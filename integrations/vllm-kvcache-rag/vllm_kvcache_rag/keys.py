@@ -1,4 +1,4 @@
-"""Addresses of a prompt's pieces, and the salts that keep stitched blocks apart from all others."""
+"""Keys of a prompt's pieces, and salts that keep stitched blocks apart from all others."""
 
 from __future__ import annotations
 

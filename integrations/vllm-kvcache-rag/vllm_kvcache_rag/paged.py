@@ -1,4 +1,4 @@
-"""Tokens of one layer in vLLM's paged cache, whatever order its attention backend keeps."""
+"""Tokens of one layer in vLLM's paged cache, in whatever order its attention backend uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's side: chunks into pages, and out of them."""
+"""The worker's side: write chunks into pages, and read them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's side: who may reuse what, and what is loaded and stored.
+"""The scheduler's side: who may reuse what, and what to load and store.
 
 A request passes these states:
 

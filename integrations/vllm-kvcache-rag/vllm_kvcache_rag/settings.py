@@ -1,4 +1,4 @@
-"""What the connector is told, and what it refuses to serve, by name."""
+"""The connector's settings, and which engines it refuses, by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODEC: Final = "native"
 
 
 class ConnectorSettings(StoreSettings):
-    """What `kv_connector_extra_config` says to one engine."""
+    """The settings in `kv_connector_extra_config` for one engine."""
 
     memory_bytes: Bytes = Field(default=0, ge=0)
     """Bytes of chunks that each worker keeps in memory before the store."""
@@ -46,13 +46,13 @@ class ConnectorSettings(StoreSettings):
         return self
 
     def open(self) -> ChunkStore:
-        """Where chunks lie, with memory before it."""
+        """Open the store, with a memory tier in front."""
         from kvcache_rag.stores import MemoryStore
 
         return self.open_store(MemoryStore(self.memory_bytes) if self.memory_bytes else None)
 
     def grant_key(self) -> GrantKey:
-        """What says who may ask."""
+        """The key that says who may ask."""
         return GrantKey.from_file(self.key_file)
 
 

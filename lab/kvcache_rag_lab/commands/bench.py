@@ -1,8 +1,8 @@
 """`kvcache-rag bench MODEL`: what caching chunks is worth for this model on this machine.
 
-First tokens, decoding and peak memory by full prefill and over chunks from memory and from files,
-in turns, at several lengths of context; operations by the model's config; and, of a corpus and
-questions of one's own, bytes of all chunks and how often the same ones are asked for.
+It measures first tokens, decoding and peak memory by full prefill and over chunks from memory and
+files, in turns, at several context lengths, and counts operations by the model's config.  For your
+own corpus and questions it gives bytes of all chunks and how often the same ones are asked for.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write; what was measured when it is interrupted is written, too."""
+    """Measure, print, write; an interrupted run writes what was measured, too."""
     from kvcache_rag.settings import EngineSettings
 
     _check(arguments)
@@ -218,10 +218,10 @@ def _stores(
 
 # ---------------------------------------------------------------------- corpus and questions
 def read_queries(path: Path) -> list[str]:
-    """The questions of a file, in order: JSON lines in .jsonl, else one a line.
+    """The questions of a file, in order: JSON lines in .jsonl, else one per line.
 
     Raises:
-        InvalidInputError: If it cannot be read, a line is no question, or there is none.
+        InvalidInputError: If it cannot be read, a line is not a question, or there is none.
     """
     try:
         rows = path.read_text(encoding="utf-8-sig").splitlines()

@@ -1,7 +1,7 @@
 """`kvcache-rag eval`: how well models answer under different policies, on the same questions.
 
-Policies x models x codecs x numbers of documents, and every model without documents (closed book);
-quality with intervals, and cost beside it.
+It covers policies x models x codecs x numbers of documents, and every model without documents
+(closed book); it gives quality with intervals, and cost.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, print tables with 95 % intervals, and write what was asked for."""
+    """Ask, print tables with 95 % intervals, and write the requested files."""
     from kvcache_rag.settings import EngineSettings
 
     _check(arguments)

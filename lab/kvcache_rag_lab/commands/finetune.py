@@ -138,7 +138,7 @@ def _add_count(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fine-tune, and print what it did to the model."""
+    """Fine-tune, and print how it changed the model."""
     from kvcache_rag.settings import EngineSettings
 
     config = _config(arguments)
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def kept(arguments: argparse.Namespace) -> str:
-    """What Ctrl-C leaves; a step that has begun is finished and saved."""
+    """What Ctrl-C leaves; a running step is finished and saved."""
     work = arguments.work or f"{arguments.out}.work"
     return f"what was trained until then is kept in {work}, the same command goes on from there"
 

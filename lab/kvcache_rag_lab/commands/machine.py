@@ -1,4 +1,4 @@
-"""What a report says about where it was measured."""
+"""What a report says about the machine it was measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def described(device: str, threads: int) -> dict[str, str]:
 
     Args:
         device: "cpu" or "cuda".
-        threads: Of torch.
+        threads: Torch's threads.
     """
     import torch
     import transformers
@@ -30,5 +30,5 @@ def described(device: str, threads: int) -> dict[str, str]:
 
 
 def load() -> float:
-    """Processes that wanted to run in the last minute, on average."""
+    """Average number of processes that wanted to run in the last minute."""
     return round(os.getloadavg()[0], 2)

@@ -1,6 +1,6 @@
-"""`kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
+"""`kvcache-rag verify MODEL`: how far each policy is from full prefill, on your own questions.
 
-Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
+It prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, print, write; 1 if the model's caches do not even stitch."""
+    """Ask, print, write; returns 1 if the model's caches do not even stitch."""
     _check(arguments)
     policies = _policies(arguments)
     _ready(arguments)

@@ -1,4 +1,4 @@
-"""How far an auxiliary model looks where the main model looks (CacheClip, arXiv 2510.10129).
+"""How well an auxiliary model's attention matches the main model's (CacheClip, arXiv 2510.10129).
 
 CacheClip rests on small models attending to much the same text as large ones.  Whether this holds
 for two models at hand is measured on questions and chunks, before any answer is compared: on one

@@ -1,4 +1,4 @@
-"""Where questions come from: files, published data sets, and files of one's own.
+"""Sources of questions: files, published data sets, and your own files.
 
 **Files** (`read_questions`): one JSON object a line, refused with its line, never repaired.
 

@@ -1,4 +1,4 @@
-"""LongBench's question sets (arXiv 2308.14508): its rows, its prompts, its lengths of answers.
+"""LongBench's question sets (arXiv 2308.14508): rows, prompts and answer lengths.
 
 A line is `{"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}`:
 the documents of a question are one text, which `questions` cuts as the set is made.

@@ -1,4 +1,4 @@
-"""Every way to answer gets the same questions: policies x models x codecs x numbers of documents.
+"""Ask the same questions in every way: policies x models x codecs x numbers of documents.
 
 Every cell answers exactly the same questions, batch by batch (`scoring.ask`), so differences are
 paired.

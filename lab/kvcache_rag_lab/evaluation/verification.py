@@ -1,4 +1,4 @@
-"""A paired check of policies against full prefill, on questions of one's own: gives a `Verdict`.
+"""A paired check of policies against full prefill on your own questions, for a `Verdict`.
 
 Every policy answers the same questions over the same documents, and reads full prefill's answer
 token by token to say how likely it finds each (`Verification`).  From the scores follows which

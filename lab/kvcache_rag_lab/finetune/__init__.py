@@ -2,10 +2,10 @@
 
 TurboRAG's recipe (arXiv 2410.07590, section 3.3) for any model whose chunks can be moved: the
 training forward is the stitched computation itself, in one pass of the stock transformers model, or
-in one per chunk where layers are recurrent.
+one per chunk if layers are recurrent.
 
 - `FinetuneConfig`, `JsonlData`: the settings.
-- `finetune`: runs it; `Report`: what it did.
+- `finetune`: runs it; `Report`: its results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checkpoint that travels: an adapter of a few megabytes, from which another machine goes on.
+"""A portable checkpoint: an adapter of a few megabytes, from which another machine continues.
 
 The optimiser's moments stay behind: they are four times what is learned, and a short warm-up makes
 them anew.  The folder is an adapter that engines load, as far as it was trained.

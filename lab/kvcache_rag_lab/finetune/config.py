@@ -27,13 +27,13 @@ class JsonlData:
     """Document question answering from a file.
 
     One JSON object per line: `{"question", "answers": [...], "documents": [{"text", "relevant"},
-    ...]}`; a document may be a bare text.  The first answer is learned; of rows with
-    `answer_groups` the first of each group.  Rows that share their documents become one context
+    ...]}`; a document may be a bare text.  The first answer is learned; for rows with
+    `answer_groups`, the first of each group.  Rows that share their documents become one context
     with several questions.
 
     Attributes:
         path: The file.
-        questions: Questions of one context at most that are trained together.
+        questions: Most questions of one context that are trained together.
     """
 
     path: Path
@@ -45,12 +45,12 @@ class JsonlData:
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Everything a run depends on.
+    """Settings of a fine-tuning run.
 
-    TurboRAG (arXiv 2410.07590, section 3.3) trains half on document questions under the block mask
-    and half on other data: the defaults.  Block-Attention (arXiv 2409.15355) trains each example
-    under both masks: `both_masks`.  The control of an experiment, equal steps under full attention,
-    is `block_share=0`.
+    The defaults are those of TurboRAG (arXiv 2410.07590, section 3.3), which trains half on
+    document questions under the block mask and half on other data.  Block-Attention (arXiv
+    2409.15355) trains each example under both masks (`both_masks`).  For an experiment's control,
+    equal steps under full attention, use `block_share=0`.
 
     Attributes:
         model: Hub id, folder, or "tiny".
@@ -58,38 +58,38 @@ class FinetuneConfig:
         data: Document questions.
         plain: JSONL of `{"text"}` or `{"messages": [{"role", "content"}, ...]}` (the last one by
             the assistant), learned whole under full attention; None for the documents of `data`.
-        positions: Where chunks stand.
-        block_share: Share of the document batches under the block mask; the others are under full
+        positions: Where chunks are placed.
+        block_share: Share of the document batches under the block mask; the rest are under full
             attention.
         both_masks: Train each document batch twice, under the block mask and under full attention;
-            `block_share` then says nothing.
+            `block_share` then has no effect.
         plain_share: Share of plain batches; None for 0.5.
         steps: Optimiser steps.
-        batch_tokens: Tokens of a forward pass at most, padding and copies of the prefix included
-            ("bf16" pads rows a little more, to multiples of 64).
+        batch_tokens: Most tokens of a forward pass, including padding and copies of the prefix
+            ("bf16" pads rows slightly more, to multiples of 64).
         accumulate: Forward passes per step; two, so that a step learns from chunks and plain text.
         rate: Highest learning rate of AdamW; None for 1e-5, 1e-4 with LoRA, 5e-3 for a packet.
         warm_up: Share of the steps in which the rate rises from 0; it then falls linearly to 0.
-        weight_decay: Of AdamW.
+        weight_decay: Weight decay of AdamW.
         clip: Largest norm of the gradient.
         lora: Rank of the adapters, 0 to train all weights.
-        keep_adapter: Write the adapter alone instead of a merged model.
-        precision: "bf16" computes in bfloat16: weights stay in float32, but for those that LoRA
-            leaves alone.
+        keep_adapter: Write only the adapter, not a merged model.
+        precision: "bf16" computes in bfloat16; weights stay in float32 except those that LoRA does
+            not train.
         gradient_checkpointing: Compute activations twice instead of keeping them.
         attention: transformers' `attn_implementation`; None for its own choice.
-        seed: Of data and adapters.
+        seed: Seed of data and adapters.
         holdout: Contexts and texts kept out of training, to measure before and after.
         save_every: Steps between checkpoints.
         device: None for CUDA if there is one.
         work: Checkpoints and log; None for `OUT.work`.
-        lora_modules: What has adapters: all linear layers, or the projections of attention alone.
-        packet: Vectors before each chunk, and as many behind it, that alone are trained (KV Packet,
-            arXiv 2604.13226): those of control tokens that no chat uses, with which the template
-            then wraps chunks; 0 for none.
-        checkpoint: Folder that gets the adapter alone, rounded to bfloat16, with each checkpoint:
-            what travels to another machine; None for none.
-        resume: Go on from what is in `checkpoint`, where that is further than `work`.
+        lora_modules: What has adapters: all linear layers, or only the projections of attention.
+        packet: How many vectors before each chunk, and as many after it, are trained alone (KV
+            Packet, arXiv 2604.13226): those of control tokens that no chat uses, with which the
+            template then wraps chunks; 0 for none.
+        checkpoint: Folder that gets only the adapter, rounded to bfloat16, with each checkpoint, to
+            move to another machine; None for none.
+        resume: Continue from `checkpoint` if it is further than `work`.
     """
 
     model: str
@@ -139,7 +139,7 @@ class FinetuneConfig:
         return self.work or self.out.with_name(self.out.name + ".work")
 
     def check_folders(self) -> None:
-        """Raise `InvalidInputError` if the finished model, or its work, has no place."""
+        """Raise `InvalidInputError` if the finished model or its work cannot be placed."""
         if self.out.exists():
             raise InvalidInputError(f"{self.out} exists; remove it or choose another output")
         out, place = self.out.resolve(), self.work_folder.resolve()
@@ -148,12 +148,12 @@ class FinetuneConfig:
 
     @property
     def highest_rate(self) -> float:
-        """The learning rate behind the warm-up."""
+        """The learning rate after the warm-up."""
         return self.rate or (PACKET_RATE if self.packet else LORA_RATE if self.lora else FULL_RATE)
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether the model's own weights stay as they are."""
+        """Whether the model's own weights stay unchanged."""
         return bool(self.lora or self.packet)
 
     @property
@@ -174,7 +174,7 @@ class FinetuneConfig:
         return self.highest_rate * (self.steps - step) / max(1, self.steps - rising)
 
     def settings(self) -> dict[str, Any]:
-        """What the weights depend on, beside the data, as plain values."""
+        """What the weights depend on besides the data, as plain values."""
         elsewhere = ("out", "work", "save_every", "checkpoint", "resume")
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         for name in ("lora_modules", "packet"):  # runs that began before there was a choice go on

@@ -1,4 +1,4 @@
-"""The training loop, and the folder from which a stopped run goes on, bit for bit.
+"""The training loop, and the folder from which a stopped run continues, bit for bit.
 
 `Trainer` takes steps: rate, log, checkpoints, and stopping when asked to.  `RunFolder` keeps what
 it needs to go on: weights, optimiser, random states, place in the data.  What another machine goes

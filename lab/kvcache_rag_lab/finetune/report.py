@@ -1,8 +1,8 @@
-"""How good a model is on what was kept out of training, before and after, and what a run changed.
+"""How good a model is on held-out data, before and after training, and what a run changed.
 
 `measure` asks a network under training, whose stitched computation is one pass with gradients (no
-engine, no store), token by token behind the right ones: so it knows the loss as well.  Intervals
-and tallies are those of every evaluation (`scoring.statistics`).
+engine, no store).  It predicts each token after the right ones, so it knows the loss as well.
+Intervals and tallies are those of every evaluation (`scoring.statistics`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Change:
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Change:
-        """Of values of the same texts or questions."""
+        """The change between values of the same texts or questions."""
         change = mean_change(before, after)
         return cls(change.value, change.low, change.high)
 
@@ -118,18 +118,18 @@ def batched(samples: Sequence[Encoded], limit: int) -> list[list[Encoded]]:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a run: in numbers, a table (`table`) and a sentence each (`verdict`).
+    """Result of a run: numbers, a table (`table`) and sentences (`verdict`).
 
     Attributes:
-        before: Held-out measures of the model as it came, by name: "plain", "free" (questions
-            without chunks, TurboRAG's Table 4), "full", "block".
-        after: The same of the model as it was saved.
+        before: Held-out measures of the original model, by name: "plain", "free" (questions without
+            chunks, TurboRAG's Table 4), "full", "block".
+        after: The same of the saved model.
         steps: Optimiser steps.
-        tokens: Tokens trained on, padding not counted, copies of the prefix counted.
-        seconds: Spent training.
+        tokens: Tokens trained on, with copies of the prefix, without padding.
+        seconds: Seconds of training.
         skipped: Samples left out because they are too long.
         data: Where the data came from, in words.
-        settings: Of the run.
+        settings: Settings of the run.
     """
 
     before: Mapping[str, Measure]
@@ -173,7 +173,7 @@ class Report:
         )
 
     def table(self) -> str:
-        """The measures, for the standard output."""
+        """The measures as a table for the standard output."""
         rows = [["held out", "n", "loss before", "after", "right before", "after"]]
         for name, before in self.before.items():
             after = self.after[name]

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
     """Fine-tune a model so that stitched chunks read like a full prefill.
 
-    An interrupted run goes on when it is called again with the same settings; a run that was
-    interrupted gives the same weights as one that was not.
+    Calling it again with the same settings continues an interrupted run, which gives the same
+    weights as an uninterrupted one.
 
     Args:
-        config: Everything that the run depends on.
+        config: Settings of the run.
         show_progress: Whether to show a bar.
 
     Returns:
@@ -39,10 +39,10 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
 
     Raises:
         InvalidInputError: If `config.out` exists, a file or the model cannot be used, the loss is
-            no number, or the work folder belongs to another run or holds other files.
+            not a number, or the work folder belongs to another run or holds other files.
         UnsupportedModelError: If the model's keys cannot be moved.
-        MissingExtraError: If LoRA is asked for and peft is not installed.
-        KeyboardInterrupt: After Ctrl-C, when everything is saved.
+        MissingExtraError: If LoRA is requested and peft is not installed.
+        KeyboardInterrupt: After Ctrl-C, once everything is saved.
     """
     config.check_folders()
     data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)

@@ -1,4 +1,4 @@
-"""What is learned, as texts and as the token ids that the engine itself would use.
+"""Training data, as texts and as the token ids that the engine itself would use.
 
 `open_data` opens the files of a run: sample number `n` of a source never changes, so a run can go
 on.  An `Encoder` turns samples into ids.

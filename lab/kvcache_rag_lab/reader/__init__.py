@@ -1,15 +1,15 @@
 """The packaged reader's texts: documents in controlled English, questions, and the exact answers.
 
-The reader is a tiny model that reads nothing else, but it really reads: names and numbers are such
-as it never learned, so an answer can come from the documents alone.  That makes it a test bench for
-reuse policies that needs no download and no GPU.  Importing this package does not import torch.
+The reader is a tiny model that reads nothing else, but it really reads: it never learned these
+names and numbers, so answers can only come from the documents.  That makes it a test bench for
+reuse policies that needs no download and no GPU. Importing this package does not import torch.
 
 - `examples`: contexts of six documents, by the kind of their questions.
 - `collection`: forty documents to retrieve from, each question answered by one of them.
 - `model_path`: the packaged model, for `AutoModelForCausalLM.from_pretrained`.
 
-All of it is `corpus.json`, which was written once; what wrote it and trained the reader is at
-commit 00c4d022.
+All of it is in `corpus.json`, which was written once; the code that wrote it and trained the reader
+is at commit 00c4d022.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KINDS: Final = (
 )
 """Kinds of questions.
 
-`same_relation`: every document states the asked relation, each of another entity; `two_hop`: the
-answer names the bridge first, `two_hop_direct`: it does not; `noise_40`: 40 % of the documents
-state the relation of another entity, the others state the answer.  `pronoun`, `alias` and `unit`:
-the last sentence of a document says what the first one of the next needs.
+`same_relation`: every document states the asked relation, each for another entity; `two_hop`: the
+answer names the bridge first; `two_hop_direct`: it does not; `noise_40`: 40 % of the documents
+state the relation for another entity, the others state the answer.  `pronoun`, `alias` and `unit`:
+the last sentence of a document says what the first of the next needs.
 """
 
 REFUSAL: Final = "not found"
-"""What the reader says where no document has the answer."""
+"""What the reader says if no document has the answer."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class ReaderExample:
 
 
 def examples(kind: str) -> tuple[ReaderExample, ...]:
-    """All contexts whose questions are of a kind.
+    """All contexts with questions of a kind.
 
     Raises:
-        ValueError: If `kind` is none of `KINDS`.
+        ValueError: If `kind` is not in `KINDS`.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}, choose from {', '.join(KINDS)}")

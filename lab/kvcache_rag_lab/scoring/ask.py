@@ -1,4 +1,4 @@
-"""Ask questions in several ways, and keep what came of it.
+"""Ask questions in several ways, and keep the results.
 
 A `Cell` is one way to answer: a policy on a model, over chunks kept in some form.  `Workplaces` are
 the engines of one loaded model, one for each form.  An `Asker` answers a batch of questions in each

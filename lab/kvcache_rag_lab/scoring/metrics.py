@@ -1,4 +1,4 @@
-"""How right an answer is: each metric as the benchmark that reports it defines it.
+"""How right an answer is: each metric as its benchmark defines it.
 
 | metric | benchmark | rule |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""A question about documents with what counts as an answer, and a task: many, and how to score.
+"""A question about documents with its accepted answers, and a task: many questions and a score.
 
 Every data set and generator hands questions to whoever asks (`scoring.ask`) in this form.
 """

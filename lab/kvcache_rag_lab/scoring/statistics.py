@@ -1,4 +1,4 @@
-"""Every interval of the project, one function for each kind, all of 95 %.
+"""Every interval of the project, one function per kind, all of 95 %.
 
 | of what | function | rule |
 |---|---|---|

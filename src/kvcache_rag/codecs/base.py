@@ -1,6 +1,6 @@
-"""What every codec is, the plain one, and what quantising ones share.
+"""The base class of codecs, the plain codec, and what quantising codecs share.
 
-These share the walk over K and V slots, and the rounding of their scales.
+They share the walk over K and V slots and the rounding of scales.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 Room: TypeAlias = "Callable[[int], Tensor]"
-"""Gives so many bytes of main memory, `(nbytes,)` uint8, aligned for any dtype."""
+"""Returns the given number of bytes of main memory, `(nbytes,)` uint8, aligned for any dtype."""
 
 
 class Codec(ABC):
-    """How chunks are written; `name` is in the spec, so two codecs never read each other's files.
+    """How chunks are written; `name` is in the spec, so codecs never read each other's files.
 
     A codec holds no state of a chunk and may be used from any thread.  The names `tokens` and
-    `__metadata__` belong to the file and are not for a codec's tensors.
+    `__metadata__` belong to the file; a codec's tensors must not use them.
 
     Attributes:
         name: Its name in files and specs.
-        raw_keys: Whether it wants keys as if every token stood at position 0, where a key's columns
-            keep their size from token to token; whoever puts and gets chunks rotates them.
-        is_attended: Whether attention can read what it stores as it lies.
+        raw_keys: Whether it needs keys as if every token were at position 0, where a key's columns
+            keep their size from token to token.  The code that puts and gets chunks rotates them.
+        is_attended: Whether attention can read the stored form directly.
     """
 
     name: ClassVar[str]
@@ -60,7 +60,7 @@ class Codec(ABC):
         """Write the tensors of a stored chunk into `out`, which may be strided or on a device."""
 
     def in_place(self, out: ChunkKV) -> dict[str, Tensor] | None:
-        """Memory that may be filled with stored bytes directly, or None when they need decoding."""
+        """Memory that stored bytes may fill directly, or None if they need decoding."""
         del out
         return None
 
@@ -75,9 +75,9 @@ class Codec(ABC):
         """Uninitialised main memory for a stored chunk, usable in and out of inference mode.
 
         Args:
-            layout: Of the chunk.
-            tokens: Of the chunk.
-            room: Gives the memory; None for memory of its own.
+            layout: Layout of the chunk.
+            tokens: Its number of tokens.
+            room: Gives the memory; None for new memory.
         """
         with torch.inference_mode(mode=False):
             return {
@@ -90,11 +90,11 @@ class Codec(ABC):
 
 @dataclass(frozen=True, eq=False)
 class EncodedChunk:
-    """A chunk in main memory as its codec stores it, shared and never written to.
+    """A chunk in main memory, as its codec stores it; shared and never written to.
 
     Attributes:
-        codec: What it was encoded by.
-        layout: Shapes and dtype of the tensors that it stands for.
+        codec: The codec that encoded it.
+        layout: Shapes and dtype of the decoded tensors.
         tokens: Token ids, `(tokens,)` int32, as in `ChunkKV`.
         start: Position of the first token when the keys were computed.
         stored: The codec's tensors.
@@ -108,7 +108,7 @@ class EncodedChunk:
 
     @classmethod
     def of(cls, codec: Codec, chunk: ChunkKV) -> EncodedChunk:
-        """Encode a chunk, in memory of its own, usable in and out of inference mode.
+        """Encode a chunk into new memory, usable in and out of inference mode.
 
         Raises:
             CorruptChunkError: If the chunk holds values that the codec cannot store.
@@ -128,19 +128,19 @@ class EncodedChunk:
 
     @property
     def states(self) -> tuple[Mapping[str, Tensor], ...]:
-        """What recurrent layers keep, as `ChunkKV.states`: every codec stores it as it is."""
+        """What recurrent layers keep, as in `ChunkKV.states`; every codec stores it as it is."""
         return tuple(
             {part: self.stored[name] for name, part in self.layout.state_names(index).items()}
             for index in range(len(self.layout.states))
         )
 
     def decode(self, out: ChunkKV) -> None:
-        """Write what it stands for into a chunk of the same layout and length."""
+        """Write the decoded tensors into a chunk of the same layout and length."""
         self.codec.decode(dict(self.stored), out)
         out.tokens.copy_(self.tokens)
 
     def decoded(self) -> ChunkKV:
-        """What it stands for, in memory of its own, usable in and out of inference mode."""
+        """The decoded chunk in new memory, usable in and out of inference mode."""
         with torch.inference_mode(mode=False), torch.no_grad():
             tensors = self.layout.empty(self.tokens.shape[0])
             out = ChunkKV(self.layout, torch.empty_like(self.tokens), self.start, tensors)
@@ -150,12 +150,12 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class Native(Codec):
-    """Tensors as the model computed them; bit for bit what was put (error bound 0)."""
+    """Tensors as the model computed them: bit for bit what was put (error bound 0)."""
 
     name: ClassVar[str] = "native"
 
     def expected(self, layout: ChunkLayout, tokens: int) -> dict[str, TensorSpec]:
-        """The layout's own dtype and shapes."""
+        """The layout's dtype and shapes."""
         return {
             name: spec
             for names, specs in zip(layout.names(), layout.specs(tokens), strict=True)
@@ -163,7 +163,7 @@ class Native(Codec):
         }
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
-        """The tensors, packed when they are strided."""
+        """The tensors, made contiguous if strided."""
         # What is contiguous already is not copied: it goes into the file from where it lies.
         return {name: tensor.contiguous() for name, tensor in _named(chunk).items()}
 
@@ -198,10 +198,10 @@ _BLOCK, _DEVICE_BLOCK = 1 << 19, 1 << 24
 
 
 class QuantisedCodec(Codec):
-    """A codec that stores each K and V slot, `[layers, heads, tokens, width]`, by itself.
+    """A codec that stores each K and V slot, `[layers, heads, tokens, width]`, separately.
 
-    Scales have the dtype of the layout: in the 16-bit dtypes they cost half of what float32 would,
-    which `Int8` needs for its ratio, their rounding is part of the error bound, and a file never
+    Scales have the dtype of the layout.  In 16-bit dtypes they cost half of what float32 would,
+    which `Int8` needs for its ratio.  Their rounding is part of the error bound, and a file never
     passes for one of another dtype.
     """
 

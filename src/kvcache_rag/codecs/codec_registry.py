@@ -1,4 +1,4 @@
-"""Codecs by the names under which commands know them."""
+"""Codecs by the names that commands use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CODECS: dict[str, type[Codec]] = {"native": Native, "int8": Int8, "int4": Int4}
 
 
 def by_name(name: str) -> Codec:
-    """The codec of a short name, such as "int8", or of its name in files, such as "int8-kc-vt".
+    """The codec with a short name such as "int8", or a name in files such as "int8-kc-vt".
 
     Raises:
-        InvalidInputError: If there is none of that name.
+        InvalidInputError: If no codec has that name.
     """
     for short, codec in CODECS.items():
         if name in (short, codec.name):

@@ -24,10 +24,10 @@ _LEVELS = 15
 class Int4(QuantisedCodec):
     """About 2/7 of the bytes of bfloat16; experimental: answers may change.
 
-    64 values share a smallest value and a step: of K 64 tokens of a channel (a column of a head of
-    a layer), of V 64 columns of a token in a head.  The last group of an axis may be shorter.  Keys
-    are kept un-rotated, where a channel's values lie closer together (KVQuant, arXiv 2401.18079,
-    section 3.2).
+    A group of 64 values shares a smallest value and a step: in K 64 tokens of a channel (a column
+    in one head and layer), in V 64 columns of a token in one head.  The last group of an axis may
+    be shorter.  Keys are kept un-rotated, so a channel's values are closer together (KVQuant, arXiv
+    2401.18079, section 3.2).
 
     Error bound, for every value x:
 
@@ -37,8 +37,8 @@ class Int4(QuantisedCodec):
     with `low` and `high` the extremes of x's group, m the larger of their magnitudes, `eps` that of
     the stored dtype (2**-7 for bfloat16), and `tiny` its smallest scale (2**-24 for float16,
     2**-126 for the others): half a step, the rounding of the result to the dtype, float32
-    arithmetic.  Groups of one value over and over (zeros, too) are exact.  A chunk with values that
-    are infinite, NaN or above half of the dtype's range is refused, so it is served uncached.
+    arithmetic.  Groups of one repeated value (zeros, too) are exact.  A chunk with values that are
+    infinite, NaN or above half of the dtype's range is refused, so it is served uncached.
     """
 
     name: ClassVar[str] = "int4-g64"

@@ -21,8 +21,8 @@ _LEVELS = 127
 class Int8(QuantisedCodec):
     """About half of the bytes of bfloat16; one scale per channel of K and per token of V.
 
-    A channel is a column of a head of a layer, a token's scale is also per head and layer.  Keys
-    are kept un-rotated, where a channel has one size over all tokens.
+    A channel is a column in one head and layer; a token's scale is also per head and layer.  Keys
+    are kept un-rotated, so a channel has one size over all tokens.
 
     Error bound, for every value x:
 

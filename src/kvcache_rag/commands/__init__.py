@@ -1,1 +1,1 @@
-"""Subcommands that the core brings to `kvcache-rag`, one module each, as `kvcache_rag.cli` says."""
+"""The core's subcommands of `kvcache-rag`, one module each; see `kvcache_rag.cli`."""

@@ -1,4 +1,4 @@
-"""Chroma collections for commands: where they are, and opening one without making it."""
+"""Chroma collections for commands: where they are, and opening one without creating it."""
 
 from __future__ import annotations
 

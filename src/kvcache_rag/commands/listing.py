@@ -1,4 +1,4 @@
-"""What commands print and write: numbers, times and names for people, and nothing in between."""
+"""What commands print and write: readable numbers, times and names; files are written whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines: options made of settings, by pydantic-settings, and what values of others may be.
+"""Command lines: options made from settings by pydantic-settings, and types of other values.
 
 A value that cannot be used is refused while the line is read, before anything is loaded.
 """

@@ -1,4 +1,4 @@
-"""One stitched answer of the packaged reader, beside what it has to be.
+"""One stitched answer of the packaged reader, compared with the right one.
 
 In float32 the logits of the question over stitched chunks are those of one plain forward pass of
 transformers under the block mask; as the model was saved, with whatever kernels there are, its

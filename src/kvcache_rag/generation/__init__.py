@@ -1,4 +1,4 @@
-"""From a question to its answer: checked, filled, generated, streamed, explained."""
+"""From a question to its answer: check, fill, generate, stream, explain."""
 
 from __future__ import annotations
 

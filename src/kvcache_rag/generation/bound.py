@@ -1,4 +1,4 @@
-"""A question as it is planned, and the parts that answer it as weights and tokenizer are now."""
+"""A planned question, and the parts that answer it with the current weights and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contexts of a batch of prompts in one buffer, or attended to where the store keeps them."""
+"""The contexts of a batch of prompts in one buffer, or read in place from the store."""
 
 from __future__ import annotations
 

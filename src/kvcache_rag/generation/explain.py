@@ -1,4 +1,4 @@
-"""What becomes of every token of a prompt: reused or computed, said without answering.
+"""What happens to every token of a prompt: reused or computed, without an answer.
 
 What is said is what `generate` would do now: the same plan, gate, lock and choice of tokens.
 Nothing is computed that it would not compute, and where the policy chooses without reading chunks
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 
 TokenState: TypeAlias = Literal["reused", "prefilled", "recomputed", "computed"]
-"""`reused`: keys and values are cached; `prefilled`: of a chunk that is computed by itself first,
-because it is not cached; `recomputed`: computed again in the
-context of the whole prompt; `computed`: the query, chunks that are computed together with it, and
-everything in a full prefill."""
+"""`reused`: keys and values are cached; `prefilled`: the chunk is computed alone first, because it
+is not cached; `recomputed`: computed again in the context of the whole prompt; `computed`: the
+query, chunks computed with it, and everything in a full prefill."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class ExplainedToken:
     """One token of a prompt.
 
     Attributes:
-        id: In the vocabulary.
-        text: What it adds to the prompt's text; "" where several tokens write one character, for
-            all but the last of them, and for a token that stands for no text.
-        position: At which its keys stand when the model answers.
-        state: What becomes of it.
+        id: Its id in the vocabulary.
+        text: What it adds to the prompt's text; "" for a token without text, and for all but the
+            last of several tokens that write one character.
+        position: Position of its keys when the model answers.
+        state: What happens to it.
     """
 
     id: int
@@ -55,14 +54,14 @@ class ExplainedToken:
 
 @dataclass(frozen=True)
 class ExplainedSpan:
-    """A run of tokens of a prompt, half-open.
+    """A half-open run of tokens of a prompt.
 
     Attributes:
         kind: What the tokens are.
         start: First token.
-        stop: One behind the last token.
-        tier: Of the store, from which a chunk would be loaded; "" for one that is not cached, in a
-            full prefill, and for prefix and query.
+        stop: One past the last token.
+        tier: Store tier that a chunk would be loaded from; "" if it is not cached, in a full
+            prefill, and for prefix and query.
     """
 
     kind: SpanKind
@@ -73,22 +72,22 @@ class ExplainedSpan:
 
 @dataclass(frozen=True)
 class Explained:
-    """A prompt, token by token.  The counts are those of `Metrics`.
+    """A prompt, token by token.  The counts mean what they mean in `Metrics`.
 
     Attributes:
-        tokens: Of the whole prompt; their texts joined are its text.
+        tokens: All tokens of the prompt; their joined texts are its text.
         spans: Prefix (may be empty), chunks in prompt order, query.
         policy: The policy that answers, as it can be pasted back.
-        positions: Where the chunks stand.
+        positions: Where the chunks are placed.
         gate: Why the engine's gate lets `FullRecompute()` answer instead, or "".
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Tokens of chunks whose keys and values come from the store.
         recomputed_tokens: Context tokens that the policy computes again.
         prefilled_tokens: Chunk tokens that are not cached.
-        query_tokens: Tokens of history, question and everything behind the chunks.
-        choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
+        query_tokens: Tokens of history, question and everything else after the chunks.
+        choose: Seconds that choosing tokens took; nothing is recomputed.
         fresh_tokens: Tokens of chunks that the policy computes together with the query.
-        answered_from: Numbers of the chunks, as they were given, in prompt order.
+        answered_from: Numbers, among those given, of the chunks in the prompt, in prompt order.
         unused_chunks: Chunks left out because the policy answers from better ones.
     """
 
@@ -112,7 +111,7 @@ class Explained:
         return "".join(token.text for token in self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values for JSON."""
         return asdict(self)
 
 

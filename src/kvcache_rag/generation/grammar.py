@@ -34,9 +34,9 @@ _PIECE: Final = 64  # bytes of a token that a text without a reading of its own 
 
 
 class JsonProcessor:
-    """Rules out every token that cannot go on to a JSON text of the schema.
+    """A logits processor that rules out every token that cannot lead to JSON of the schema.
 
-    One for each call of the model; several `generate()`s of it (rounds) each begin anew.
+    Make one per call of the model; each `generate()` of the call (each round) begins anew.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -46,14 +46,14 @@ class JsonProcessor:
         self._seen: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits `(rows, vocabulary)` with -inf for what is ruled out.
+        """Logits `(rows, vocabulary)` with -inf for tokens that are ruled out.
 
         Args:
-            input_ids: `(rows, n)`, prompt and what has been generated.
+            input_ids: `(rows, n)`, prompt and generated tokens.
             scores: `(rows, vocabulary)`.
 
         Raises:
-            InvalidInputError: If no token can go on, or the last one was ruled out.
+            InvalidInputError: If no token can follow, or the last one was ruled out.
         """
         import torch
 
@@ -96,7 +96,7 @@ def is_held(options: Mapping[str, Any]) -> bool:
 class JsonGrammars:
     """JSON schemas as grammars over the tokens of one model; threads may share one.
 
-    What is costly to make, the tokens' trie and compiled schemas, is made once.
+    The tokens' trie and compiled schemas, which are costly, are made once.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -104,7 +104,7 @@ class JsonGrammars:
 
         Args:
             model: Its generation config says which tokens end a sequence.
-            tokenizer: Of the model.
+            tokenizer: The model's.
         """
         self._model, self._tokenizer = model, tokenizer
         self._tokens: tuple[_Pieces, Any] | None = None
@@ -112,7 +112,7 @@ class JsonGrammars:
         self._guard = new_lock()
 
     def held(self, schema: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `generate()`, with decoding held to a JSON schema.
+        """Options of `generate()` that hold decoding to a JSON schema.
 
         Raises:
             MissingExtraError: If llguidance is not installed.
@@ -148,7 +148,7 @@ class JsonGrammars:
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of a JSON schema, as llguidance reads it.
+    """The grammar of a JSON schema, in llguidance's form.
 
     Raises:
         MissingExtraError: If llguidance is not installed.
@@ -179,10 +179,10 @@ def _grammar(
 
 
 def json_instruction(schema: Any) -> str:
-    """What the model is told behind the question.
+    """The text about a schema that follows the question.
 
     Raises:
-        InvalidInputError: If it is no JSON schema.
+        InvalidInputError: If it is not a JSON schema.
     """
     _checked(schema)
     return f"\n\nAnswer with JSON that fits this schema: {json.dumps(schema, ensure_ascii=False)}"

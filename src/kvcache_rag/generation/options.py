@@ -1,4 +1,4 @@
-"""The keywords of `Engine.generate` and its siblings, each declared once.
+"""The keyword arguments of `Engine.generate` and its siblings, each declared once.
 
 Type checkers read them out of `Unpack`; `inspect.signature`, and so `help()` and notebooks, out of
 what `shows` writes into a method.
@@ -23,31 +23,31 @@ _Method = TypeVar("_Method", bound="Callable[..., Any]")
 class CompletionOptions(TypedDict, total=False):
     """How an answer is generated: greedily, unless `temperature` or `do_sample` says otherwise.
 
-    What else transformers' `generate()` takes is taken as well; type checkers know what is here.
+    Other arguments of transformers' `generate()` are accepted too; type checkers know only these.
 
     Attributes:
-        max_new_tokens: Of the answer (128).
+        max_new_tokens: Most tokens of the answer (128).
         stop: Strings before which the answer ends.
-        skip_special_tokens: Off, the text has its control tokens.
+        skip_special_tokens: False keeps control tokens in the text.
         emit: Called with each piece of text as it comes.
-        cancelled: Once set, it stops generation.
-        temperature: Above 0 samples.
+        cancelled: Once set, stops generation.
+        temperature: Above 0, tokens are sampled.
         do_sample: Whether to sample.
-        top_k: Candidates of sampling.
-        top_p: Nucleus of sampling.
-        min_p: Least share of the likeliest candidate's probability.
-        repetition_penalty: Above 1 avoids what was said.
-        no_repeat_ngram_size: Runs of so many tokens come once.
-        num_beams: Above 1 searches by beams.
-        min_new_tokens: Of the answer.
+        top_k: How many tokens to sample from.
+        top_p: Probability of the nucleus to sample from.
+        min_p: Least share of the likeliest token's probability.
+        repetition_penalty: Above 1, avoids repetition.
+        no_repeat_ngram_size: No run of so many tokens occurs twice.
+        num_beams: Above 1, beam search.
+        min_new_tokens: Fewest tokens of the answer.
         max_time: Seconds.
         eos_token_id: Ids that end the answer.
-        prompt_lookup_num_tokens: Guesses from the prompt; 0 for none.
-        generation_config: In place of the model's own.
+        prompt_lookup_num_tokens: Most tokens guessed from the prompt; 0 for none.
+        generation_config: Replaces the model's own.
         logits_processor: Functions of ids and logits.
         stopping_criteria: Functions that end the answer.
-        none_below: As of `EngineSettings`, for this answer; a text without chunks is continued all
-            the same.
+        none_below: See `EngineSettings`, for this answer; a text without chunks is continued
+            anyway.
     """
 
     max_new_tokens: int
@@ -77,18 +77,18 @@ class AnswerOptions(CompletionOptions, total=False):
     """How a question over chunks is answered.
 
     Attributes:
-        policy: What to reuse, or the name of that, such as "cacheblend:0.2"; without one the
-            engine's.
-        history: Earlier turns, oldest first; they stand behind the chunks.
-        overflow: When the chunks do not fit, "error" (if nothing is said) refuses, "drop_lowest"
-            leaves out the last ones, and "refine" answers in several rounds.
-        scores: Of each chunk, higher is better, for "drop_lowest" and for a policy that asks which
-            is best, where they do not stand best first.
-        asked: What is asked, by whose words a policy may choose among the chunks, where the
-            question has more in it, such as an instruction or what a tool said.
-        tools: What the chat template describes.
+        policy: A policy, or its name such as "cacheblend:0.2"; the engine's if not given.
+        history: Earlier turns, oldest first; they come after the chunks.
+        overflow: When the chunks do not fit, "error" (the default) raises, "drop_lowest" leaves out
+            the worst, and "refine" answers in several rounds.
+        scores: Score of each chunk, higher is better, if they are not best first; for "drop_lowest"
+            and policies that ask which is best.
+        asked: The bare question, by which a policy may choose chunks, if `question` has more in it,
+            such as an instruction or a tool's result.
+        tools: Tools that the chat template describes.
         chat_template_kwargs: Values of the chat template's variables.
-        prefix_mismatch: Noted in the metrics: whether something else was wanted before the chunks.
+        prefix_mismatch: Whether the caller wanted another text before the chunks; noted in the
+            metrics.
     """
 
     policy: ReusePolicy | str | None

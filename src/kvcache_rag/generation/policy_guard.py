@@ -1,4 +1,4 @@
-"""Which policy answers a question, and who is told once that another one does."""
+"""Which policy answers a question, with one warning if another one does."""
 
 from __future__ import annotations
 

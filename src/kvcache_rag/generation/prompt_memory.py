@@ -1,4 +1,4 @@
-"""Memory for the keys and values of prompts, from which the next ones go on.
+"""Memory for the keys and values of recent prompts, from which later ones continue.
 
 A prompt that begins like one of the last ones starts behind what they have in common: the same
 question again, another one over the same chunks, a chat's next turn.

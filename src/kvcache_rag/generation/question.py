@@ -1,4 +1,4 @@
-"""A question as it is asked.  Nothing here loads torch: who asks a server has none."""
+"""A question as it is asked.  Nothing here loads torch, because clients of a server have none."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk given by reference, with its text in case the reference has gone.
+    """A chunk given by reference, with its text in case the reference is not valid.
 
     Attributes:
         key: Its address, from `Engine.add` or `Engine.reference`.
         text: Its text.
-        outdated: Why the key is not the text's for this engine, so that the text alone counts and
-            a miss has this reason; "" if it may be.
+        outdated: Why the key does not fit the text or engine; then only the text counts and a miss
+            has this reason. "" if it may fit.
     """
 
     key: ChunkKey
@@ -37,14 +37,14 @@ ChunkInput: TypeAlias = "str | ChunkKey | StoredChunk"
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """What the model said of chunks before it was decided which are answered from.
+    """What the model said of chunks before choosing which to answer from.
 
     Attributes:
-        likelihoods: Of the question behind contexts of chunks, by their numbers, in nats; None for
+        likelihoods: Of the question after contexts of chunks, by their numbers, in nats; None for
             one that would have cost too much.
         chunks: How many chunks were read alone.
-        tokens: Computed for it, but for chunks that were missing.
-        seconds: It took.
+        tokens: Tokens computed for it, without missing chunks.
+        seconds: Time taken.
         missed: Chunks that had to be computed for it, and why.
     """
 

@@ -1,4 +1,4 @@
-"""How likely a question is behind each chunk, read alone: what the model itself says of chunks.
+"""How likely a question is after each chunk, read alone: the model's own judgement of chunks.
 
 The likelihood of a question behind a document ranks documents without any training (UPR, Sachan et
 al. 2022, arXiv 2204.07496; arXiv 2310.13243).  One chunk behind the prefix is exact out of its
@@ -43,13 +43,13 @@ _CONTEXTS: Final = 256 << 20  # bytes of keys and values of a pass
 
 @dataclass(frozen=True)
 class Reading:
-    """What reading each chunk by itself says of a question.
+    """What reading each chunk alone says about a question.
 
     Attributes:
-        likelihoods: Of the question behind each chunk: the logarithm of its probability, in nats.
-        without: Of the question behind no chunk.
+        likelihoods: Logarithm of the question's probability after each chunk, in nats.
+        without: The same after no chunk.
         question_tokens: Tokens of the question.
-        read_tokens: Tokens that were computed for it, but for chunks that were not cached.
+        read_tokens: Tokens that were computed, without those of chunks that were not cached.
     """
 
     likelihoods: tuple[float, ...]
@@ -59,7 +59,7 @@ class Reading:
 
     @property
     def relevance(self) -> tuple[float, ...]:
-        """How much likelier each chunk makes the question, in nats; below 0 it makes it less so."""
+        """How much likelier each chunk makes the question, in nats; negative if less likely."""
         return tuple(one - self.without for one in self.likelihoods)
 
 

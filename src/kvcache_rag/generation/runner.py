@@ -1,4 +1,4 @@
-"""Answer prompts: bring their contexts, run the model over what is missing, decode what it says.
+"""Answer prompts: load their contexts, run the model over the rest, decode its output.
 
 One path for everything: a batch shares one left-padded forward pass, one answer is a batch of one,
 a stream hands on what is decoded, and logits are the same pass without generating.

@@ -1,7 +1,7 @@
-"""Text as it is generated.
+"""Streams of text as it is generated.
 
-Generation runs in a thread of its own; what it raises reaches the consumer, and a consumer that
-goes away stops it at the next token.
+Generation runs in a separate thread.  Its errors reach the consumer, and a consumer that goes away
+stops it at the next token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache_rag.metrics import Answer, Metrics
 Emit = Callable[[str], None]
 
 Run = Callable[[Emit, threading.Event], Answer]
-"""Generates, hands on pieces of text, and stops early once the event is set."""
+"""Generates, passes on pieces of text, and stops early once the event is set."""
 
 # Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
 # application (name look-ups, files) would then wait too.
@@ -48,7 +48,7 @@ _Got = TypeVar("_Got")
 
 
 async def in_thread(call: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
-    """`asyncio.to_thread` in threads of our own."""
+    """`asyncio.to_thread` with this package's own threads."""
     within = contextvars.copy_context()
     task = functools.partial(within.run, call, *arguments, **options)
     return await asyncio.get_running_loop().run_in_executor(_WAITING, task)
@@ -86,7 +86,7 @@ class _Bell:
 class AnswerStream(Iterator[str]):
     """Pieces of an answer, as an iterator of strings.
 
-    `metrics`, `text` and `answer` are known when it has ended.  Closing it, or dropping it, stops
+    `metrics`, `text` and `answer` are known when it has ended.  Closing or dropping it stops
     generation.
     """
 
@@ -195,7 +195,7 @@ class AnswerStream(Iterator[str]):
 
 
 class AsyncAnswerStream(AsyncIterator[str]):
-    """An `AnswerStream` that never blocks the event loop, started by its first piece."""
+    """An `AnswerStream` that never blocks the event loop; its first piece starts it."""
 
     def __init__(self, start: Callable[[], AnswerStream]) -> None:
         """Take what starts the stream; it may block, so it runs in a thread."""
@@ -261,12 +261,12 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
 
 async def cancellable(run: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
-    """`run` in a thread, with an event `cancelled`; cancelling the caller sets the event.
+    """Run `run` in a thread with an event `cancelled`; cancelling the caller sets the event.
 
     Args:
-        run: Takes `cancelled=`, and gives up at its next token once that is set.
+        run: Takes `cancelled=` and stops at its next token once that is set.
         arguments: Of `run`.
-        options: Of `run`; an event among them is the one that is set.
+        options: Of `run`; a `cancelled` among them is the event that is set.
     """
     cancelled = options.pop("cancelled", None) or threading.Event()
     try:

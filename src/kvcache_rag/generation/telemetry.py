@@ -1,4 +1,4 @@
-"""What an operator sees of an engine: log records, and OpenTelemetry spans where there is a tracer.
+"""What an operator sees of an engine: log records, and OpenTelemetry spans if there is a tracer.
 
 Spans follow the conventions for generative AI (`gen_ai.*`); what those have no name for is
 `kvcache_rag.*`.  No record and no span has a text of a document, a question or an answer in it, nor

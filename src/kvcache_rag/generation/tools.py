@@ -1,8 +1,8 @@
-"""Calls of tools: how a model is told of them, and how its answer is read as it is written.
+"""Tool calls: how a model is told about tools, and how its answer is read as it is written.
 
-A model whose chat template and response template know tools is asked in its own form.  Any other
-is held to JSON by a grammar: `{"answer": "..."}` or `{"tool_calls": [{"name": ..., "arguments":
-...}]}`, which says nothing about whether the call makes sense.
+A model whose chat template and response template know tools is asked in its own form.  A grammar
+holds any other to JSON: `{"answer": "..."}` or `{"tool_calls": [{"name": ..., "arguments": ...}]}`.
+That does not ensure that a call makes sense.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvcache_rag.models.responses import StreamParser
 
 ToolForm: TypeAlias = Literal["native", "json", ""]
-"""How calls are written: as the model learned it, as JSON that a grammar holds, or not at all."""
+"""How calls are written: as the model learned it, as JSON held by a grammar, or not at all."""
 
 MOST_CALLS: Final = 8
-"""Calls in one answer in JSON; without a limit a small model may go on to its last token."""
+"""Most calls in one answer in JSON; without a limit a small model may go on to its last token."""
 
 # Of a response template's fields; some on the hub say "thinking".
 _REASONING: Final = ("reasoning_content", "thinking")
@@ -35,12 +35,12 @@ _STARTS: Final = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in an answer.
+    """A tool call in an answer.
 
     Attributes:
-        name: Of the tool, as the model wrote it.
-        arguments: By name.
-        id: Made up here: nine letters and digits, which every chat template takes.
+        name: Name of the tool, as the model wrote it.
+        arguments: Values by name.
+        id: Generated here: nine letters and digits, which every chat template takes.
     """
 
     name: str
@@ -50,12 +50,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class UnreadableCall:
-    """What stands where a call should, and is none.
+    """Text where a call should be, but is not one.
 
     Attributes:
         text: As the model wrote it.
         error: Why it cannot be read.
-        id: As that of a call.
+        id: Like that of a call.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Reasoning:
 
 
 AnswerPart: TypeAlias = "str | Reasoning | ToolCall | UnreadableCall"
-"""What an answer is made of; texts and thoughts come in pieces."""
+"""A part of an answer; texts and thoughts come in pieces."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class ToolChoice:
 
     Attributes:
         tools: Each `{"type": "function", "function": {"name", "description", "parameters"}}`.
-        choice: "auto" leaves it to the model, "required" wants a call, "none" forbids it; else the
-            name of the one tool to be called.
-        parallel: Whether there may be several calls in one answer.
+        choice: "auto" leaves it to the model, "required" demands a call, "none" forbids calls; else
+            the name of the one tool to call.
+        parallel: Whether one answer may have several calls.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -93,12 +93,12 @@ class ToolChoice:
     def of(
         cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any
     ) -> ToolChoice:
-        """What frameworks say, in one way.
+        """Make a choice from the values that frameworks use.
 
         Args:
-            tools: As above.
-            choice: Also "any" and True for "required", False and None for what is left, a dict as
-                OpenAI has it.
+            tools: As in the attributes.
+            choice: As in the attributes; also "any" or True for "required", False for "none", None
+                for "auto", or OpenAI's dict.
             parallel: None for yes.
 
         Raises:
@@ -122,12 +122,12 @@ class ToolChoice:
 
     @property
     def may_call(self) -> bool:
-        """Whether an answer can have calls at all."""
+        """Whether an answer can have calls."""
         return bool(self.tools) and self.choice != "none"
 
     @property
     def must_call(self) -> bool:
-        """Whether it is nothing but calls."""
+        """Whether an answer has only calls."""
         return self.may_call and self.choice != "auto"
 
     @property
@@ -138,7 +138,7 @@ class ToolChoice:
         return named or functions
 
     def schema(self) -> dict[str, Any]:
-        """What an answer in JSON fits."""
+        """The JSON schema of an answer."""
         definitions: dict[str, Any] = {}
         calls = []
         for index, function in enumerate(self.callable_tools):
@@ -157,7 +157,7 @@ class ToolChoice:
         return {**whole, "$defs": definitions} if definitions else whole
 
     def instruction(self) -> str:
-        """What the model is told of tools and JSON before anything is asked."""
+        """What the model is told about tools and JSON before the first question."""
         lines = [json.dumps(one, ensure_ascii=False) for one in self.callable_tools]
         call = '{"tool_calls": [{"name": "...", "arguments": {...}}]}'
         form = f"Call a tool by writing {call}."
@@ -245,17 +245,17 @@ def _moved(schema: Any, prefix: str, definitions: dict[str, Any]) -> Any:
 
 
 class AnswerReader(Protocol):
-    """Takes an answer apart while it is written."""
+    """Splits an answer into parts while it is written."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that have become certain."""
 
     def finish(self) -> list[AnswerPart]:
-        """What is left when no further text comes."""
+        """The parts that are left when no more text comes."""
 
 
 def read_whole(reader: AnswerReader, text: str) -> list[AnswerPart]:
-    """The parts of a whole answer, neighbouring texts and thoughts joined."""
+    """The parts of a whole answer; neighbouring texts and thoughts are joined."""
     parts: list[AnswerPart] = []
     for part in (*reader.feed(text), *reader.finish()):
         last = parts[-1] if parts else None

@@ -1,8 +1,8 @@
-"""What every framework's integration needs: rows of a Chroma collection with references to KV.
+"""What every framework's integration needs, such as rows of a Chroma collection that refer to KV.
 
 A vector database holds rows; the chunk store holds their keys and values.  This package keeps the
 two in step and knows no framework: texts and metadata come in, references come out.  Names are
-loaded when they are first used, so that only what runs a model loads torch.
+loaded on first use, so that only what runs a model loads torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an answer depends on beside its prompt, as one text: for caches that keep answers.
+"""What an answer depends on besides its prompt, as one text, for caches of answers.
 
-Whatever might change a token is part of it.  Two texts that differ for no reason only cost a miss;
-one text for two models gives the second the first one's words.
+Whatever might change a token is part of it.  Two texts that differ needlessly only cost a miss; one
+text for two models would give the second the first one's answers.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _own: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
 def answer_state(engine: Engine) -> str:
-    """Digest of what answers: weights, adapters, tokenizer and settings, as they are now."""
+    """Digest of what determines answers now: weights, adapters, tokenizer and settings."""
     return hashlib.sha256(written(_state(engine)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def written(value: Any) -> str:
-    """A value as a text that no other value has.
+    """A text that no other value has.
 
-    What has no value of its own, such as a function, goes by its identity in this process, and any
-    other object by that and by its attributes.
+    Objects without a value, such as functions, are told apart by their identity in this process,
+    other objects by that and their attributes.
     """
     return _written(value, ())
 

@@ -1,7 +1,7 @@
-"""A conversation as an engine answers it: tools, thoughts, and documents in what tools said.
+"""A conversation as an engine answers it: tools, thoughts, and documents in tools' results.
 
-Every framework's messages come to the same turns, those that chat templates read; here it is
-decided in which form a model calls tools, and how its answer is taken apart.
+Every framework's messages become the same turns, those that chat templates read.  This module
+decides how a model calls tools and how its answer is read.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ JSON_FORM: Final = (
     "message), so calls are held to JSON by a grammar: they fit their tools' schemas, sensible or "
     "not"
 )
-"""What is said once where `ConversationForm.tool_form` is "json" for want of another."""
+"""The warning, given once, if `ConversationForm.tool_form` is "json" for want of another form."""
 
 _BEGINNING: Final = 48  # characters by which a text is known again
 
 
 @dataclass(frozen=True)
 class ConversationForm:
-    """How a conversation is put to a model, and how what it answers is read.
+    """How a conversation is put to a model, and how its answer is read.
 
     Attributes:
-        turns: As the chat template reads them; the last one asks, or is what a tool said.
-        options: For the engine's `generate`, `complete` and their streams.
-        tool_form: How calls of tools are written; "" where there are none.
-        template: The response template that answers are read by, or None.
+        turns: Turns as the chat template reads them; the last one asks, or is a tool's result.
+        options: Arguments for the engine's `generate`, `complete` and their streams.
+        tool_form: How tool calls are written; "" if there are none.
+        template: The response template for reading answers, or None.
         thinks: Whether the prompt may end with `<think>`.
-        choice: Tools of the answer.
+        choice: Tools for the answer.
         is_native: Whether turns hold calls and results as the chat template reads them.
         is_fallback: Whether calls are written as JSON because the model has no form of its own.
         chat: Arguments of `Engine.render_chat`.
@@ -71,16 +71,16 @@ class ConversationForm:
 
     @property
     def asked(self) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """The question, "" behind what a tool said, and the turns before it."""
+        """The question ("" after a tool's result) and the turns before it."""
         if self.turns and self.turns[-1]["role"] == "user":
             return self.turns[-1]["content"], self.turns[:-1]
         return "", self.turns
 
     def reader(self, prompt: Callable[[], str]) -> AnswerReader | None:
-        """What takes one answer apart; None where an answer is its text.
+        """A reader for one answer; None if an answer is just its text.
 
         Args:
-            prompt: Writes the prompt, or the part of it behind the documents.
+            prompt: Writes the prompt, or the part of it after the documents.
         """
         if self.tool_form == "json":
             return JsonReader()
@@ -92,10 +92,10 @@ class ConversationForm:
 
 
 class ConversationForms:
-    """The forms that the model of one engine knows.  Safe to use from any thread.
+    """The forms that an engine's model knows.  Thread-safe.
 
     Attributes:
-        known: By the engines that there are.
+        known: All instances, by engine.
     """
 
     known: ClassVar[weakref.WeakKeyDictionary[Any, ConversationForms]] = weakref.WeakKeyDictionary()
@@ -109,7 +109,7 @@ class ConversationForms:
 
     @classmethod
     def of(cls, engine: Engine) -> ConversationForms:
-        """The forms of an engine, found out once for as long as its tokenizer stays as it is."""
+        """The forms of an engine, kept as long as its tokenizer does not change."""
         with cls._lock:
             known = cls.known.get(engine)
             if known is None or not known._is_current(engine):
@@ -121,7 +121,7 @@ class ConversationForms:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages are written by a chat template."""
+        """Whether a chat template writes messages."""
         return bool(self._renderer.chat_template)
 
     @cached_property
@@ -131,10 +131,10 @@ class ConversationForms:
 
     @cached_property
     def native(self) -> Mapping[str, Any] | None:
-        """The response template by which calls in the model's own form are read, or None.
+        """The response template that reads calls in the model's own form, or None.
 
-        The one that transformers knows for the type of the model counts where it reads the call
-        that the chat template writes.
+        The one that transformers knows for the model's type counts if it reads the call that the
+        chat template writes.
         """
         if not self._renderer.writes_tools:
             return None
@@ -175,17 +175,17 @@ class ConversationForms:
         *,
         is_held: bool = False,
     ) -> ConversationForm:
-        """How a conversation is asked and its answer read.
+        """Choose how to ask a conversation and read its answer.
 
         Args:
-            turns: As chat templates read them, calls of tools and their results included.
-            choice: Tools of the answer.
-            values: `chat_template_kwargs` of this question.
-            is_held: Whether a grammar of somebody else holds the answer.
+            turns: Turns as chat templates read them, including tool calls and results.
+            choice: Tools for the answer.
+            values: `chat_template_kwargs` for this question.
+            is_held: Whether the caller's own grammar holds the answer.
 
         Raises:
-            InvalidInputError: If a schema of a tool cannot be used.
-            MissingExtraError: If calls have to be held to JSON and llguidance is not installed.
+            InvalidInputError: If a tool's schema cannot be used.
+            MissingExtraError: If calls must be held to JSON and llguidance is not installed.
         """
         has_calls = choice.may_call or any(
             turn["role"] == "tool" or turn.get("tool_calls") for turn in turns
@@ -224,7 +224,7 @@ class ConversationForms:
 
 
 def reference_to(text: str, number: int) -> str:
-    """How a message refers to a document that stands before the conversation."""
+    """How a message refers to a document placed before the conversation."""
     beginning = " ".join(text.split())
     if len(beginning) > _BEGINNING:
         beginning = beginning[:_BEGINNING].rsplit(" ", 1)[0] + "…"
@@ -232,11 +232,11 @@ def reference_to(text: str, number: int) -> str:
 
 
 def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -> str:
-    """What a tool said, with the documents in it as references to where they stand as chunks.
+    """A tool's result, with the documents in it replaced by references to their chunks.
 
     Args:
-        content: With each of `texts` in it, as a whole.
-        texts: In the order in which they stand in `content`.
+        content: The result, with each of `texts` in it as a whole.
+        texts: Texts in the order in which they occur in `content`.
         place: The number of a document in the prompt, from 1.
     """
     places, at = [], 0
@@ -248,11 +248,11 @@ def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -
 
 
 def replaced(content: str, places: Iterable[tuple[int, int, str]]) -> str:
-    """A text with other texts in places of it.
+    """A text with some places replaced.
 
     Args:
         content: The text.
-        places: Where each begins and ends, and what stands there instead; in order.
+        places: Beginning, end and new text of each, in order.
     """
     parts, at = [], 0
     for start, end, text in places:
@@ -262,12 +262,12 @@ def replaced(content: str, places: Iterable[tuple[int, int, str]]) -> str:
 
 
 def whole_texts(content: str, texts: Sequence[str]) -> list[str]:
-    """Those of `texts` that stand in `content`, one behind the other, each as words of its own."""
+    """The `texts` that occur in `content`, one after the other, each as whole words."""
     return [text for _, text in whole_places(content, texts)]
 
 
 def whole_places(content: str, texts: Sequence[str]) -> list[tuple[int, str]]:
-    """`whole_texts`, each behind the index of its first character."""
+    """`whole_texts`, each after the index of its first character."""
     found, at = [], 0
     for text in texts:
         start = content.find(text, at) if text.strip() else -1

@@ -1,7 +1,7 @@
 """A Chroma collection whose rows are prefilled, for stock stores that know nothing of KV.
 
-A stock store works on it as on any other: it reads and deletes by Chroma's own calls.  References
-to KV stand beside the metadata of rows; a framework says by a subclass what it shows of them.
+A stock store uses it like any other collection, with Chroma's own calls.  References to KV are kept
+with the metadata of rows; a framework's subclass decides what a store sees of them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class EngineHolder(Protocol):
 
 
 class PrefilledCollection(ABC):
-    """A Chroma collection with references to KV beside its rows' metadata.
+    """A Chroma collection with references to KV in its rows' metadata.
 
-    Calls may have any size; empty ones do nothing.  What is not defined here is Chroma's own.
+    Calls may have any size; empty ones do nothing.  All other attributes are Chroma's own.
     """
 
     def __init__(
         self, collection: Any, holder: EngineHolder | None, *, show_progress: bool = False
     ) -> None:
-        """Wrap `collection`; it stays usable beside."""
+        """Wrap `collection`, which stays usable itself."""
         self._rows = Rows(collection)
         self._holder, self._show_progress = holder, show_progress
 
     @property
     def collection(self) -> Any:
-        """Chroma's own, as `Rows.collection`."""
+        """Chroma's own collection, as in `Rows.collection`."""
         return self._rows.collection
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class PrefilledCollection(ABC):
 
     @property  # type: ignore[misc]  # nobody sets it
     def __class__(self) -> Any:
-        """For `isinstance`, which asks for the type first: it is a collection of Chroma's, too."""
+        """Makes `isinstance` take it for a Chroma collection, too."""
         return self._rows.kind
 
     @property
@@ -69,22 +69,22 @@ class PrefilledCollection(ABC):
     # ------------------------------------------------------------------ a framework's
     @abstractmethod
     def text(self, row: Row | NewRow) -> str:
-        """What of a row stands in prompts."""
+        """The text of a row in prompts."""
 
     @abstractmethod
     def shown(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """What a stock store gets to see of a row's metadata."""
+        """What a stock store sees of a row's metadata."""
 
     # ------------------------------------------------------------------ writing
     def write(
         self, rows: Sequence[NewRow], *, show_progress: bool | None = None, **options: Any
     ) -> None:
-        """Prefill rows and write them; an existing row is replaced, metadata included.
+        """Prefill rows and write them; existing rows are replaced, metadata included.
 
         Args:
             rows: The last of equal ids wins.
             show_progress: Whether to show a bar; None for the collection's setting.
-            options: As of `RowPrefiller.write`, which says what it raises, too.
+            options: See `RowPrefiller.write`, also for errors.
         """
         last = list({row.id: row for row in rows}.values())
         if last:
@@ -106,13 +106,13 @@ class PrefilledCollection(ABC):
     def delete(
         self, ids: Any = None, where: Any = None, where_document: Any = None, **options: Any
     ) -> dict[str, int]:
-        """Delete rows by id, by conditions, or by all together, and their KV.
+        """Delete rows and their KV, by id, conditions or both.
 
         Returns:
-            As Chroma's: how many were `deleted`.
+            As Chroma does: how many were `deleted`.
 
         Raises:
-            InvalidInputError: If it is not said which; `clear` deletes all.
+            InvalidInputError: If nothing says which; `clear` deletes all.
         """
         if where is None and where_document is None:
             if ids is None:
@@ -127,8 +127,8 @@ class PrefilledCollection(ABC):
         """Delete rows whose metadata `key` is one of `values`, in few calls.
 
         Args:
-            key: Of the metadata.
-            values: Any number.
+            key: Key of the metadata.
+            values: Any number of values.
             keep: Ids of rows that stay.
         """
         self._drop(lambda: [row for row in self._rows.holding(key, values) if row.id not in keep])
@@ -148,9 +148,9 @@ class PrefilledCollection(ABC):
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Keep the KV of rows that go until the block ends; what is written again still has it.
+        """Keep the KV of deleted rows until the block ends, for rows that are written again.
 
-        Of several such blocks, one in another or in another thread, the first one counts.
+        Of several such blocks, nested or in other threads, the first one counts.
         """
         with self._rows.writing():
             is_first = self._rows.leaving is None
@@ -200,7 +200,7 @@ class PrefilledCollection(ABC):
 
     # ------------------------------------------------------------------ reading
     def get(self, ids: Any = None, **options: Any) -> Any:
-        """As Chroma's; no ids are no rows."""
+        """Like Chroma's `get`; an empty list of ids gives no rows."""
         wanted = None if ids is None else listed(ids)
         for id_ in wanted or ():
             check_unicode(f"the id {id_!r}", id_)
@@ -210,7 +210,7 @@ class PrefilledCollection(ABC):
         return found
 
     def query(self, *args: Any, **options: Any) -> Any:
-        """As Chroma's, without rows that another process deleted."""
+        """Like Chroma's `query`, without rows that another process deleted."""
         found: Any = self.collection.query(*args, **options)
         if found["metadatas"] is None:
             return found
@@ -224,7 +224,7 @@ class PrefilledCollection(ABC):
 
 
 def behind(proxy: Any, attribute: str, name: str) -> Any:
-    """An attribute of what a proxy stands for."""
+    """An attribute of the object that a proxy wraps."""
     # Copying asks a proxy for its magic methods before it has anything behind it.
     if name.startswith("__") or name == attribute:
         raise AttributeError(name)
@@ -237,7 +237,7 @@ def listed(values: Any) -> list[Any]:
 
 
 def of_user(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's metadata without the reference to its KV; keys that are none are their user's."""
+    """A row's metadata without its reference to KV; if there is none, all keys are the user's."""
     if Reference.from_metadata(metadata) is None:
         return dict(metadata)
     return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}

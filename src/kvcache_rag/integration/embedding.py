@@ -21,13 +21,13 @@ NGRAMS: Final = (3, 4, 5)
 
 
 def hash_vector(text: str, dimensions: int = 384, ngrams: Sequence[int] = NGRAMS) -> list[float]:
-    """Words and their character n-grams, hashed into a vector of length one.
+    """Hash words and their character n-grams into a vector of length one.
 
     The same text gives the same vector in every process and on every machine.
 
     Args:
-        text: Anything.
-        dimensions: Length of the vector.
+        text: Any text.
+        dimensions: Number of components.
         ngrams: Sizes of the character n-grams, word boundaries included.
     """
     counts: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The engine of an application: a local one by its settings, or a server's."""
+"""The engine of an application: a local one from settings, or a server's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import ReusePolicy, Scorer
 
 REMOTE: Final = "kvcache_rag.remote_engines"
-"""The group of entry points by which a package brings a server's client."""
+"""The entry point group for a server's client."""
 
 
 def open_engine(
@@ -29,16 +29,16 @@ def open_engine(
     policy: ReusePolicy | None = None,
     **settings: Any,
 ) -> Engine:
-    """Load what the settings describe.
+    """Load the engine that the settings describe.
 
     Args:
-        model: By name, as for `LocalSettings`; or a loaded transformers or PEFT model.
-        tokenizer: A loaded one or a name; None for the model's own.
+        model: A name, as in `LocalSettings`, or a loaded transformers or PEFT model.
+        tokenizer: A loaded tokenizer or its name; None for the model's own.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
-        model_kwargs: As for `LocalSettings`.
-        auxiliary: As for `LocalSettings`; or a scorer.
-        policy: As for `LocalSettings.open_engine`.
-        settings: Of `LocalSettings`; None says nothing.
+        model_kwargs: See `LocalSettings`.
+        auxiliary: See `LocalSettings`; or a scorer.
+        policy: See `LocalSettings.open_engine`.
+        settings: Fields of `LocalSettings`; None means not set.
 
     Raises:
         InvalidInputError: If a setting cannot be used, a model or tokenizer cannot be loaded, or a
@@ -67,17 +67,17 @@ def open_engine(
 
 
 def remote_engine(base_url: str, **options: Any) -> Engine:
-    """What answers at a server, as integrations use an engine.
+    """A client of a server that integrations use like an engine.
 
-    It has the methods of `Engine` that they call, with the same arguments; the others are for who
-    loads a model.
+    It has the methods of `Engine` that they call, with the same arguments; the others need a loaded
+    model.
 
     Args:
-        base_url: Of a `kvcache-rag serve`.
-        options: Of that client.
+        base_url: URL of a `kvcache-rag serve`.
+        options: Further arguments of the client.
 
     Raises:
-        InvalidInputError: If it is no URL.
+        InvalidInputError: If it is not a URL.
         MissingExtraError: If kvcache-rag-server is not installed.
     """
     try:
@@ -88,10 +88,10 @@ def remote_engine(base_url: str, **options: Any) -> Engine:
 
 
 def refuse_beside_engine(given: Mapping[str, Any]) -> None:
-    """Refuse what only a new engine could use.
+    """Refuse options that only a new engine could use.
 
     Raises:
-        InvalidInputError: If something is said; naming it.
+        InvalidInputError: If one is set; names it.
     """
     clash = [*said_options(given)]
     if clash:
@@ -101,13 +101,13 @@ def refuse_beside_engine(given: Mapping[str, Any]) -> None:
 
 
 def refuse_beside_server(given: Mapping[str, Any], weight_format: str) -> None:
-    """Refuse what changes answers, where a server has its own.
+    """Refuse options that change answers, which a server has itself.
 
-    Where keys and values lie, and on which device they are computed, is taken beside `base_url=`
-    and means nothing, so that an app can move by it alone; so are weights that round nothing.
+    Options for where keys and values are kept or computed, and weights without rounding, are
+    accepted with `base_url=` but have no effect, so that an app can switch by it alone.
 
     Raises:
-        InvalidInputError: If something is said; naming it.
+        InvalidInputError: If one is set; names it.
     """
     clash = [*said_options(given)] + ["weight_format"] * (weight_format in ("int8", "int4"))
     if clash:

@@ -1,7 +1,7 @@
-"""Texts that were retrieved, found again where a framework has pasted them into a prompt.
+"""Find retrieved texts again in a prompt that a framework pasted them into.
 
-A prompt is read line by line.  What is found is a whole known text that begins and ends with lines
-of its own, so a quotation within a sentence, a cut text, or one that only looks alike is no chunk.
+A prompt is read line by line.  Only a whole known text on its own lines is found; a quotation
+within a sentence, a cut text, or one that only looks alike is not a chunk.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.references import Reference
 
 FEWEST_BYTES: Final = 24
-"""Of UTF-8.  A shorter text is left where it stands: computing it costs next to nothing.
+"""In UTF-8.  A shorter text is left where it is: computing it costs next to nothing.
 
-Characters would count scripts that write a word with one of them for a fifth of what they say.
+Counting characters would underrate scripts that write a word with one of them fivefold.
 """
 
 _BEGINNING: Final = FEWEST_BYTES // 4  # characters, of which the longest take four bytes
 
 
 def is_short(text: str) -> bool:
-    """Whether a text is too short to be told from others by it, and to be worth reusing."""
+    """Whether a text is too short to identify and to be worth reusing."""
     return len(text) < FEWEST_BYTES and len(text.encode("utf-8", "surrogatepass")) < FEWEST_BYTES
 
 
@@ -36,9 +36,9 @@ class FoundText:
 
     Attributes:
         start: Index of its first character.
-        end: Index behind its last one.
+        end: Index after its last character.
         text: The known text, white space at its ends included.
-        reference: Where its KV is, if that was noted.
+        reference: Where its KV is, if known.
     """
 
     start: int
@@ -48,13 +48,13 @@ class FoundText:
 
 
 class KnownTexts:
-    """Texts of retrieved chunks, by which a prompt is cut.
+    """Texts of retrieved chunks, to find in prompts.
 
     Thread-safe.  White space at the ends of a text does not count, since frameworks strip it.
     """
 
     def __init__(self, limit: int = 2**27) -> None:
-        """Know texts of at most `limit` characters together; the least recently noted go first."""
+        """Hold at most `limit` characters of texts in total; the least recently noted go first."""
         self._limit, self._characters = limit, 0
         self._known: OrderedDict[str, tuple[str, Reference | None]] = OrderedDict()
         # By their first characters; those of one beginning sorted, because all nodes of a folder
@@ -66,7 +66,7 @@ class KnownTexts:
         return len(self._known)
 
     def note(self, text: str, reference: Reference | None = None) -> None:
-        """Know a text from now on; `reference` replaces an earlier one, None does not."""
+        """Remember a text; `reference` replaces an earlier one, None does not."""
         core = text.strip()
         if is_short(core):
             return
@@ -89,7 +89,7 @@ class KnownTexts:
         self._characters -= len(core)
 
     def find(self, text: str) -> list[FoundText]:
-        """Known texts in `text`, in its order; of several that begin on a line the longest."""
+        """Known texts in `text`, in order; of several that begin on the same line the longest."""
         found: list[FoundText] = []
         start = 0
         with self._lock:

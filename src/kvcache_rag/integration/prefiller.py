@@ -31,17 +31,17 @@ _Got = TypeVar("_Got")
 
 @contextmanager
 def beside(prefill: Callable[[threading.Event], _Got]) -> Iterator[Future[_Got]]:
-    """Prefill in a thread while the block embeds; the block ends when both have.
+    """Prefill in a thread while the block embeds; the block ends when both have ended.
 
-    An embedding stays in the thread of its caller, whose own it may need (an event loop, a
-    database), and Ctrl-C reaches it at once.  If it fails, prefilling stops before its next batch.
-    Where both compute on all the same cores they take as long as one after the other.
+    The embedding stays in its caller's thread, whose event loop or database it may need, and Ctrl-C
+    reaches it at once.  If it fails, prefilling stops before its next batch.  If both compute on
+    all cores, this takes as long as one after the other.
 
     Args:
         prefill: Takes the event that stops it.
 
     Yields:
-        What prefilling gives; its errors are raised when the block ends.
+        The future of prefilling; its errors are raised when the block ends.
     """
     cancelled = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="kvcache-rag-ingest") as pool:
@@ -58,14 +58,14 @@ def beside(prefill: Callable[[threading.Event], _Got]) -> Iterator[Future[_Got]]
 class RowPrefiller:
     """The KV side of one collection.
 
-    A row is worth more than its KV: who replaces a document may have deleted its old rows already.
-    So what cannot be prefilled is written without a reference, with one warning, and what a
-    question over it is answered by is for the question to say.  As little does KV that cannot be
-    dropped keep a row.
+    A row is worth more than its KV: a caller that replaces a document may have deleted its old rows
+    already.  So rows that cannot be prefilled are written without a reference, with one warning;
+    questions over them report problems themselves.  Likewise rows are deleted even if their KV
+    cannot be.
 
     Attributes:
         rows: The collection.
-        engine: What prefills; without one, rows get no reference.
+        engine: Prefills; without one, rows get no reference.
     """
 
     rows: Rows
@@ -79,7 +79,7 @@ class RowPrefiller:
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[Reference | None]:
-        """Compute what is missing for rows; a reference per text, None where `prefill_texts` says.
+        """Compute missing KV; a reference per text, None where `prefill_texts` gives no key.
 
         Raises:
             concurrent.futures.CancelledError: If `cancelled` stopped it.
@@ -104,18 +104,18 @@ class RowPrefiller:
     ) -> None:
         """Prefill, write rows with their references, and delete the KV of what they replaced.
 
-        If that fails, what was prefilled stays, for the next try.
+        On failure, prefilled KV stays for the next try.
 
         Args:
             rows: Rows of different ids, without references.
-            texts: The text of each, as it will stand in prompts.
-            embed: Gives the vectors of documents, while these are prefilled; None if the rows have
+            texts: The text of each, as in prompts.
+            embed: Computes the vectors of documents during prefilling; None if the rows have
                 theirs, or the collection embeds.
             show_progress: Whether to show a bar while prefilling.
-            select: Chooses, when they are prefilled, which are still to be written.
+            select: Chooses, after prefilling, which rows are still to be written.
 
         Raises:
-            InvalidInputError: If `embed` gives not one vector per row; nothing is written then.
+            InvalidInputError: If `embed` does not give one vector per row; nothing is written then.
         """
         self.rows.check_texts(rows)
         prefill = partial(self._prefilled, rows, texts, show_progress=show_progress)
@@ -167,7 +167,7 @@ class RowPrefiller:
         return [replace(row, embedding=vector) for row, vector in pairs]
 
     def delete(self, rows: Sequence[Row]) -> None:
-        """Delete rows and their KV; if that fails midway, the KV of those that are gone."""
+        """Delete rows and their KV; if that fails midway, the KV of the rows that are gone."""
         try:
             self.rows.delete([row.id for row in rows])
         except BaseException:
@@ -186,7 +186,7 @@ class RowPrefiller:
             self.rows.leaving.update(references)
 
     def drop_references(self, references: Mapping[str, Reference]) -> None:
-        """Delete the KV of references, by key, that no row has."""
+        """Delete the KV of references, given by key, that no row has."""
         engine = self.engine
         if engine is None:
             return
@@ -214,7 +214,7 @@ class RowPrefiller:
         """Prefill every row and write missing or outdated references.
 
         Args:
-            text_of: The text of a row, as it will stand in prompts.
+            text_of: The text of a row, as in prompts.
             show_progress: Whether to show a bar.
 
         Returns:
@@ -256,20 +256,20 @@ def prefill_texts(
     show_progress: bool = False,
     cancelled: threading.Event | None = None,
 ) -> list[ChunkKey | None]:
-    """Compute and store what is missing, for rows of a vector store of any kind.
+    """Compute and store missing KV for rows of any vector store.
 
-    Where stored chunks are of no use (`Engine.why_useless`) nothing is computed, with one warning;
-    so nothing is of a text that does not fit the context window, which the warning names.
+    If stored chunks are of no use (`Engine.why_useless`) nothing is computed, with one warning.  A
+    text that does not fit the context window is skipped, with a warning that names it.
 
     Args:
-        engine: Prefills.
-        ids: Of the rows.
-        texts: Of the rows, as they will stand in prompts.
+        engine: Prefills the texts.
+        ids: Ids of the rows.
+        texts: Texts of the rows, as in prompts.
         show_progress: Whether to show a bar.
-        cancelled: Stops it before the next batch.
+        cancelled: Once set, stops before the next batch.
 
     Returns:
-        The key of each text, None for a blank one and for one of which nothing was computed.
+        The key of each text; None for a blank or skipped one.
 
     Raises:
         concurrent.futures.CancelledError: If it was stopped.
@@ -305,9 +305,9 @@ def _too_long(engine: Engine, text: str) -> ContextTooLongError | None:
 
 @contextmanager
 def standing(ids: Sequence[str]) -> Iterator[None]:
-    """Let rows be written, with one warning, although the block cannot prefill them.
+    """Turn errors of prefilling in the block into one warning, so that rows are written anyway.
 
-    Ctrl-C and what stops the block on purpose are not in the way of rows, and are raised.
+    Ctrl-C and cancellation are still raised.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """What a framework asks of an engine: its messages, documents or nodes as one `Question`.
 
-A framework says what its own classes are (`FrameworkMessage`, `Source`).  Which documents are
-chunks, what stands behind them, and which of them an answer is told to be from is decided here.
+A framework maps its classes to `FrameworkMessage` and `Source`.  This module decides which
+documents are chunks, what follows them, and which of them an answer names as its sources.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.conversation import Turn
 
 PromptKind: TypeAlias = Literal["plain", "reused", "rearranged", "pasted"]
-"""What became of the caller's prompt.
+"""What happened to the caller's prompt.
 
-"reused": its chunks were answered from where they stood.  "rearranged": something stood before or
-between them that stands behind them now.  "pasted": it has a context of which nothing could be a
-chunk.  "plain": it has none.
+"reused": its chunks were answered from in place.  "rearranged": something before or between them
+was moved after them.  "pasted": it has a context of which nothing could be a chunk.  "plain": it
+has none.
 """
 
 _ALONE = ("tool", "assistant")  # roles of which each message is a step of its own
@@ -47,11 +47,11 @@ class Source:
     """A document or node whose text may be a chunk.
 
     Attributes:
-        text: As it stands in prompts.
-        id: Its own; None if it has none.
-        score: How well it matches, if whoever retrieved it says so.
-        place: Its number among all that were handed over, equal and empty ones included.
-        reference: Where its KV is, if that is noted beside it.
+        text: Text as in prompts.
+        id: Its id, or None.
+        score: How well it matches, if the retriever says so.
+        place: Its number among all that were given, including equal and empty ones.
+        reference: Where its KV is, if noted with it.
     """
 
     text: str
@@ -61,18 +61,18 @@ class Source:
     reference: Reference | None = None
 
     def chunk(self, engine: Engine) -> StoredChunk | str:
-        """What to hand to `engine`: by reference if that still holds, else the text."""
+        """What to pass to `engine`: a valid reference, else the text."""
         return self.text if self.reference is None else self.reference.chunk(self.text, engine)
 
 
 @dataclass(frozen=True)
 class SourcedQuestion:
-    """A question for an engine, and whose texts its chunks are.
+    """A question for an engine, and the sources of its chunks.
 
     Attributes:
-        question: It.
+        question: The question.
         sources: One for each chunk.
-        prompt: What became of the caller's prompt.
+        prompt: What happened to the caller's prompt.
     """
 
     question: Question
@@ -92,11 +92,11 @@ class SourcedQuestion:
         """A question over chunks.
 
         Args:
-            text: What stands behind the chunks and the history.
-            sources: Of the chunks.
-            chunks: As the engine takes them.
-            prefix_mismatch: Whether the caller wanted something else before the chunks.
-            options: As of `Engine.generate`.
+            text: The text after the chunks and the history.
+            sources: Sources of the chunks.
+            chunks: Chunks as the engine takes them.
+            prefix_mismatch: Whether the caller wanted other text before the chunks.
+            options: See `Engine.generate`.
         """
         kind: PromptKind = "rearranged" if prefix_mismatch else "reused"
         question = Question(text, tuple(chunks), {**options, "prefix_mismatch": prefix_mismatch})
@@ -104,11 +104,11 @@ class SourcedQuestion:
 
     @classmethod
     def text(cls, text: str, prompt: PromptKind = "plain") -> Self:
-        """A text that is continued as it is."""
+        """A text to continue as it is."""
         return cls(Question(text, is_completion=True), prompt=prompt)
 
     def answer(self, engine: Engine, options: Mapping[str, Any]) -> Answer:
-        """Answer; `options` of the call win over those of the question."""
+        """Answer; `options` of the call override those of the question."""
         asked = self.question
         if asked.is_completion:
             return engine.complete(asked.text, **options)
@@ -122,7 +122,7 @@ class SourcedQuestion:
         return engine.stream(asked.text, asked.chunks, **{**asked.options, **options})
 
     def cost(self, metrics: Metrics) -> dict[str, Any]:
-        """What is told of an answer as `kv_cache`; chunks go by the places of their sources."""
+        """An answer's `kv_cache`; chunks are given by the places of their sources."""
         found, sources = metrics.to_dict(), self.sources
         numbered = {
             name: [{**one, "chunk": sources[one["chunk"]].place} for one in found[name]]
@@ -141,12 +141,12 @@ class SourcedQuestion:
 def as_chunks(
     steps: Iterable[Iterable[Source]],
 ) -> tuple[tuple[Source, ...], tuple[float, ...] | None]:
-    """The sources that are chunks, and their scores where these say more than the order.
+    """The sources that are chunks, and their scores if these say more than the order.
 
-    What is read twice says no more, so of equal texts the first is a chunk; what has none is none.
+    Of equal texts the first is a chunk; a source without text is none.
 
     Args:
-        steps: What each search found, or was brought at once, earliest first.
+        steps: What each search found, or one message contained, earliest first.
     """
     found = [[one for one in step if one.text.strip()] for step in steps]
     chunks: dict[str, Source] = {}
@@ -164,10 +164,10 @@ class MessagePart:
     """A text of a message, or a document in it.
 
     Attributes:
-        text: What is said; "" for a document.
+        text: The text; "" for a document.
         source: The document.
-        within: Documents that stand in the text, in its order, each behind the indices where it
-            begins and ends there; white space at its own ends may be missing.
+        within: Documents in the text, in order, each after the indices where it begins and ends;
+            white space at its ends may be missing.
     """
 
     text: str = ""
@@ -180,7 +180,7 @@ class MessagePart:
         return [one for *_, one in self.within] if self.source is None else [self.source]
 
     def referring(self, numbers: Mapping[str, int]) -> str:
-        """What is said, with references to the documents, by their texts."""
+        """The text, with references in place of the documents, by their texts."""
         if self.source is not None:
             text = self.source.text
             return reference_to(text, numbers[text]) if text.strip() else ""
@@ -200,7 +200,7 @@ class FrameworkMessage:
     Attributes:
         role: "system", "user", "assistant" or "tool".
         parts: Texts, and documents between them.
-        more: What else chat templates read of it: calls of tools, or whose result it is.
+        more: What else chat templates read: tool calls, or whose result it is.
     """
 
     role: str
@@ -209,7 +209,7 @@ class FrameworkMessage:
 
     @property
     def text(self) -> str:
-        """What is said beside the documents."""
+        """The text without the documents."""
         return "\n".join(part.text for part in self.parts if part.text)
 
     @property
@@ -221,8 +221,8 @@ class FrameworkMessage:
         """The message as chat templates read it.
 
         Args:
-            numbers: Of the documents among the chunks, by their texts.  What a tool found is part
-                of the conversation, so it refers to them.
+            numbers: Numbers of the documents among the chunks, by text.  A tool's result is part of
+                the conversation, so it refers to them.
         """
         content = self.text
         if self.role == "tool" and numbers is not None:
@@ -232,16 +232,16 @@ class FrameworkMessage:
 
 @dataclass(frozen=True)
 class AskedMessages:
-    """Messages in the order of a prompt: documents, and behind them the turns.
+    """Messages in the order of a prompt: documents, then the turns.
 
     Attributes:
-        turns: The last one asks, or is what a tool said; those of one role are joined.
-        sources: Of the chunks.
-        scores: Of the chunks, where a reranker or several steps say more than their order.
-        is_grounded: Whether there are documents, if only empty ones, which is a question for the
-            engine's own instruction.
-        prefix_mismatch: Whether an instruction could not stand before the chunks.
-        asked: What the user said last, without what other turns and instructions add to it.
+        turns: Turns; the last one asks, or is a tool's result.  Those of one role are joined.
+        sources: Sources of the chunks.
+        scores: Scores of the chunks, if a reranker or several steps say more than their order.
+        is_grounded: Whether there are documents, even empty ones; then the engine's own instruction
+            applies.
+        prefix_mismatch: Whether an instruction could not be placed before the chunks.
+        asked: The user's last message, without additions from other turns and instructions.
     """
 
     turns: tuple[Turn, ...]
@@ -258,12 +258,12 @@ class AskedMessages:
         """Sort messages, oldest first.
 
         Args:
-            messages: Documents may stand in any of them.
-            own: The instruction that the chunks were computed behind, in each of its forms.
-            suffix: Written behind the last user message.
+            messages: Messages; any of them may have documents.
+            own: The instruction that the chunks were computed after, in each of its forms.
+            suffix: Written after the last user message.
 
         Raises:
-            InvalidInputError: If nothing is said.
+            InvalidInputError: If no message has text.
         """
         places = count()
         steps = [
@@ -284,12 +284,12 @@ class AskedMessages:
     def question(
         self, form: ConversationForm, chunks: Sequence[ChunkInput], **options: Any
     ) -> SourcedQuestion:
-        """The question over the documents, in the form in which the model reads the turns.
+        """The question over the documents, in the form that the model reads.
 
         Args:
-            form: Of `turns`.
-            chunks: Of the sources.
-            options: As of `Engine.generate`.
+            form: Form of `turns`.
+            chunks: Chunks of the sources.
+            options: See `Engine.generate`.
         """
         text, history = form.asked
         # The form may have written the tools' instruction into what the user said.
@@ -321,11 +321,11 @@ def _ending(turns: list[Turn], suffix: str) -> list[Turn]:
 def take_choice(
     options: dict[str, Any], describe: Callable[[Sequence[Any]], list[Any]] = list
 ) -> ToolChoice:
-    """Take the arguments about tools out of those of a call.
+    """Remove the arguments about tools from those of a call.
 
     Args:
-        options: Of the call.
-        describe: Makes of tools what chat templates read.
+        options: Arguments of the call.
+        describe: Turns tools into what chat templates read.
 
     Raises:
         InvalidInputError: If tools cannot be used.
@@ -339,7 +339,7 @@ def take_choice(
 def with_form(
     options: Mapping[str, Any], form: ConversationForm, *, is_grounded: bool
 ) -> dict[str, Any]:
-    """Arguments of a call with what its form adds; over chunks the engine writes the turns."""
+    """Arguments of a call and of its form; over chunks the engine writes the turns."""
     added = {**form.options, **(form.chat if is_grounded else {})}
     parts = (options, form.options)
     processors = [one for part in parts for one in part.get("logits_processor") or ()]
@@ -347,7 +347,7 @@ def with_form(
 
 
 class TextReader:
-    """Reads answers that are their text."""
+    """Reads answers that are plain text."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         return [text] if text else []
@@ -357,5 +357,5 @@ class TextReader:
 
 
 def answer_reader(form: ConversationForm, prompt: Callable[[], str]) -> AnswerReader:
-    """What takes one answer apart; `prompt` as for `ConversationForm.reader`."""
+    """A reader for one answer; `prompt` as for `ConversationForm.reader`."""
     return form.reader(prompt) or TextReader()

@@ -1,4 +1,4 @@
-"""Texts in the order in which they make a question likely, each read alone out of its cache."""
+"""Rank texts by how likely they make a question, each read alone from its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_most(most: int | None) -> None:
-    """Refuse a number of texts that leaves none."""
+    """Refuse a number of texts below 1."""
     if most is not None and most < 1:
         raise InvalidInputError(f"top_n must be at least 1, not {most}")
 
@@ -29,17 +29,17 @@ def ranked(
     most: int | None = None,
     cancelled: threading.Event | None = None,
 ) -> list[tuple[int, float | None]]:
-    """Numbers of texts, the likeliest first, with what `Engine.read` says of them, in nats.
+    """Numbers of texts, the likeliest first, with their `Engine.read` results in nats.
 
-    Those without text come last, as they were, and are not read; so stay equal ones.
+    Blank ones are not read and come last, in their order; equal ones also keep theirs.
 
     Args:
-        engine: Reads.
-        question: What is asked.
-        texts: Of documents.
-        chunk: What the engine is handed for the text of a number.
-        most: How many are left; None for all.
-        cancelled: Once set, stops it.
+        engine: Reads the texts.
+        question: The question.
+        texts: Texts of documents.
+        chunk: Gives the engine's input for a text's number.
+        most: How many to keep; None for all.
+        cancelled: Once set, stops reading.
     """
     read = [number for number, text in enumerate(texts) if text.strip()]
     found: list[tuple[int, float | None]] = []

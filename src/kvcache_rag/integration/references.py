@@ -1,7 +1,7 @@
-"""Where a row says that its text's KV is kept.
+"""References from a row to the KV of its text.
 
 A reference is five flat scalars in the metadata of a vector database's row.  The key of a chunk can
-always be computed again from its text, so a lost or stale reference is only slower.
+always be computed again from its text, so a lost or stale reference only costs time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 _TOKENS, _BYTES = 2**31, 2**63
 
 REFERENCE_KEYS: Final = ("kv_bytes", "kv_key", "kv_spec", "kv_text", "kv_tokens")
-"""The metadata of a row that a reference is written in."""
+"""The metadata keys of a reference."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Reference:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Reference | None:
-        """The reference in a row's metadata; None if there is none, or not a whole one."""
+        """The reference in a row's metadata; None if there is none or it is incomplete."""
         try:
             texts = [metadata[name] for name in ("kv_key", "kv_spec", "kv_text")]
             tokens, nbytes = int(metadata["kv_tokens"]), int(metadata["kv_bytes"])
@@ -82,17 +82,17 @@ class Reference:
         }
 
     def resolve(self, engine: Engine) -> ChunkKey | None:
-        """The chunk's address; None if another model, codec or prefix computed it."""
+        """The chunk's key; None if another model, codec or prefix computed it."""
         try:
             return engine.reference(self.key, self.spec, self.tokens)
         except (FingerprintMismatchError, UnsupportedModelError):
             return None
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
-        """What to hand to `engine` for `text`: with what of this reference still holds.
+        """What to pass to `engine` for `text`: the text, with this reference where it helps.
 
-        One that is about another text or model is handed on as such, so that the miss can be told.
-        A server knows its chunks by their texts.
+        An outdated reference is marked as such, so that the miss can be explained.  A server gets
+        only the text, by which it knows its chunks.
         """
         if is_remote(engine):
             return text
@@ -111,9 +111,9 @@ class Reference:
 
 
 class References:
-    """References by the text they are of, for frameworks whose documents cannot carry them.
+    """References by text, for frameworks whose documents cannot carry them.
 
-    Thread-safe; the least recently used are forgotten, which is only slower.
+    Thread-safe; the least recently used are forgotten, which only costs time.
     """
 
     def __init__(self, limit: int = 65536) -> None:
@@ -124,13 +124,13 @@ class References:
         self._lock = new_lock()
 
     def note(self, reference: Reference) -> None:
-        """Remember a reference, in the place of an older one of the same text and spec."""
+        """Remember a reference, in place of an older one with the same text and spec."""
         with self._lock:
             self._known[reference.text, reference.spec] = reference
             self._last[reference.text] = reference
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
-        """What to hand to `engine` for `text`: a reference if one is known, else the text."""
+        """What to pass to `engine` for `text`: a reference if one is known, else the text."""
         if is_remote(engine):
             return text
         try:
@@ -145,16 +145,16 @@ class References:
 
 
 def is_remote(engine: object) -> bool:
-    """Whether an engine's chunks are elsewhere, under keys that nobody here knows."""
+    """Whether an engine's chunks are on a server, under keys not known here."""
     return getattr(engine, "is_remote", False)
 
 
 def text_digest(text: str, engine: Engine) -> str:
-    """Digest by which a reference knows its text, as it stands in this engine's prompt.
+    """Digest by which a reference knows its text, as written in this engine's prompt.
 
-    The wrapper is part of it, because a chunk in another wrapper has other tokens; the prefix is
-    not, because the engine's spec covers it.  So is whether literals of control tokens in it are
-    read as text: earlier versions read them as control tokens, and noted the plain digest.
+    It includes the wrapper, because a chunk in another wrapper has other tokens, but not the
+    prefix, which the engine's spec covers.  It also includes whether literals of control tokens are
+    read as text: earlier versions read them as control tokens and noted the plain digest.
     """
     plain, as_text = wrapped_digests(text, engine.template)
     return as_text if engine._bound.renderer.has_control(text) else plain

@@ -1,4 +1,4 @@
-"""The rows of a Chroma collection, and what of a row or a document stands in prompts."""
+"""The rows of a Chroma collection, and how rows and documents are written in prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Scalar = str | int | float | bool
 
 Where: TypeAlias = dict[str, Any]
-"""A condition on metadata in Chroma's own form."""
+"""A metadata condition in Chroma's own form."""
 
 RESERVED: Final = "chroma:document"
 
@@ -56,7 +56,7 @@ class Row:
         id: Its id.
         document: Its text.
         metadata: Its metadata, without absent values.
-        distance: To the query, if there was one.
+        distance: Distance to the query, if there was one.
     """
 
     id: str
@@ -83,19 +83,19 @@ class NewRow:
 
 
 class Rows:
-    """A Chroma collection without its sharp edges; it knows nothing of frameworks or of KV.
+    """A Chroma collection without its sharp edges; knows nothing of frameworks or KV.
 
     Chroma limits the size of a call, refuses empty ones, silently ignores an `add` of an existing
-    id, merges metadata on `upsert`, fails on ids it does not hold and returns rows that another
-    process has deleted.
+    id, merges metadata on `upsert`, fails on unknown ids and returns rows that another process has
+    deleted.
 
     Attributes:
-        leaving: References of rows that are gone, by key, while their KV waits for the end of a
-            replacement; None outside.
+        leaving: References of deleted rows, by key, while a replacement delays deleting their KV;
+            None otherwise.
     """
 
     def __init__(self, collection: Any) -> None:
-        """Wrap a `chromadb` collection; it stays usable beside."""
+        """Wrap a `chromadb` collection, which stays usable itself."""
         self._collection, self._process = collection, os.getpid()
         # The client is asked, not assumed: hosted databases allow far less than a local one.
         client: Any = getattr(collection, "_client", None)
@@ -108,8 +108,8 @@ class Rows:
         """The `chromadb` collection.
 
         Raises:
-            InvalidInputError: In a forked process, which has none of the threads that a database
-                in this one works with: Chroma would wait for them for ever.
+            InvalidInputError: In a forked process, which lacks the threads that an embedded
+                database needs: Chroma would wait for them for ever.
         """
         if self._process != os.getpid() and self._is_embedded:
             raise InvalidInputError(
@@ -129,11 +129,11 @@ class Rows:
         return client is not None and not hasattr(client, "_session")  # that of HTTP
 
     def writing(self) -> AbstractContextManager[object]:
-        """Keep this process's other writers out, so that what a write replaces is what was read."""
+        """Keep this process's other writers out, so that a write replaces exactly what was read."""
         return _WRITERS.setdefault(str(self.collection.id), new_rlock())
 
     def check(self, row: NewRow) -> None:
-        """Fail as `put` would: the collection is gone, or a vector has the wrong size or none."""
+        """Fail as `put` would: the collection is gone, or a vector is missing or of wrong size."""
         query: dict[str, Any] = {"query_texts": [row.document]}
         if row.embedding is not None:
             query = {"query_embeddings": [list(row.embedding)]}
@@ -148,7 +148,7 @@ class Rows:
         metadata_only: bool = False,
         where_document: Where | None = None,
     ) -> list[Row]:
-        """Rows by metadata, text or id (unknown ones are left out), by all given, or all."""
+        """Rows by metadata, text or id, combined, or all; unknown ids are left out."""
         ids = None if ids is None else [check_unicode(f"the id {id_!r}", id_) for id_ in ids]
         include = ["metadatas"] if metadata_only else ["metadatas", "documents"]
         rows: list[Row] = []
@@ -171,7 +171,7 @@ class Rows:
         offset: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """What Chroma's `get` gives, of any number of rows; no ids are no rows."""
+        """What Chroma's `get` gives, for any number of rows; an empty list of ids gives no rows."""
         if ids is not None and (limit is not None or offset):  # which of them, only Chroma knows
             pages = [self.collection.get(ids=[*ids], limit=limit, offset=offset, **options)]
         else:
@@ -206,7 +206,7 @@ class Rows:
 
     @staticmethod
     def check_texts(rows: Sequence[NewRow]) -> None:
-        """Raise `InvalidInputError` for a row with a text that no database stores."""
+        """Raise `InvalidInputError` for a row with a text that no database can store."""
         for row in rows:
             check_unicode(f"the id {row.id!r}", row.id)
             check_unicode(f"the text of {row.id!r}", row.document)
@@ -219,12 +219,12 @@ class Rows:
         """Write rows of different ids.
 
         Args:
-            rows: The rows, all with an embedding or none.
-            replaced: Receives what they replace, batch by batch, so that it is known even if a
+            rows: The rows, either all with an embedding or all without.
+            replaced: Receives the replaced rows, batch by batch, so that they are known even if a
                 later batch fails.
 
         Returns:
-            What they replaced, metadata only.
+            The replaced rows, metadata only.
         """
         replaced = [] if replaced is None else replaced
         for batch in _batches(rows, self._batch):
@@ -243,17 +243,17 @@ class Rows:
         return replaced
 
     def update(self, metadata: Mapping[str, Mapping[str, Scalar]]) -> None:
-        """Add metadata to existing rows; ids that are gone are left alone."""
+        """Add metadata to existing rows; missing ids are ignored."""
         for batch in _batches(list(metadata), self._batch):
             self.collection.update(ids=batch, metadatas=[dict(metadata[id_]) for id_ in batch])
 
     def delete(self, ids: Sequence[str]) -> None:
-        """Delete rows; ids that are gone are left alone."""
+        """Delete rows; missing ids are ignored."""
         for batch in _batches(ids, self._batch):
             self.collection.delete(ids=batch)
 
     def nearest(self, embedding: Sequence[float], count: int) -> list[Row]:
-        """The `count` rows nearest to a vector, best first; fewer if there are not so many."""
+        """The `count` rows nearest to a vector, best first; fewer if there are fewer."""
         vector: Any = [list(embedding)]
         columns = ("documents", "metadatas", "distances")
         result: Any = self.collection.query(
@@ -274,7 +274,7 @@ def is_gone(error: Exception) -> bool:
 
 
 def flat(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a document's metadata a row can hold: scalars, and non-empty lists of one type.
+    """The metadata of a document that a row can hold: scalars, and non-empty lists of one type.
 
     Everything else (dictionaries, mixed lists) is left out.
     """
@@ -335,8 +335,8 @@ def document_text(text: str, title: str | None = None) -> str:
     """The chunk of a text with a title: the text alone.
 
     Args:
-        text: As it is.
-        title: Carried along for whoever shows the document; it does not stand in the prompt.
+        text: The text.
+        title: For showing the document; not part of the prompt.
     """
     del title
     return text
@@ -345,11 +345,11 @@ def document_text(text: str, title: str | None = None) -> str:
 def fields_text(fields: Mapping[str, Any]) -> str:
     """The chunk of named fields: a line `name: value` for each, sorted by name.
 
-    Values that are no text are written as JSON with sorted names.  A text alone, `{"text": ...}`,
-    is that text.
+    Values other than texts are written as JSON with sorted names.  A single `{"text": ...}` is that
+    text.
 
     Args:
-        fields: Values as JSON knows them.
+        fields: JSON values.
     """
     if set(fields) == {"text"} and isinstance(fields["text"], str):
         return document_text(fields["text"])
@@ -365,8 +365,8 @@ def _written(value: Any) -> str:
 def installed_forms() -> dict[str, RowText]:
     """The forms that rows can be read in, by name: "document" first, then those of frameworks.
 
-    A framework tells how its rows read by an entry point of the group `kvcache_rag.row_texts`; it
-    is imported when its form is first used.
+    A framework registers its form as an entry point in the group `kvcache_rag.row_texts`, which is
+    imported on first use.
     """
     forms: dict[str, RowText] = {DOCUMENT: lambda row: row.document}
     for point in entry_points(group=GROUP):
@@ -391,12 +391,12 @@ def row_text(name: str, template: PromptTemplate) -> RowText:
     """How to read rows.
 
     Args:
-        name: A form; "" lets every row tell: the form that its reference was made of, else the
+        name: A form; "" lets every row tell: the form its reference was made from, else that of the
             framework that wrote it, else its document.
-        template: Writes the chunks that the references were made of.
+        template: Template of the chunks that the references were made from.
 
     Raises:
-        InvalidInputError: If there is no form of that name.
+        InvalidInputError: If no form has that name.
     """
     forms = installed_forms()
     if not name:

@@ -1,7 +1,7 @@
-"""Notice metadata that changes while the text it stands beside does not.
+"""Notice metadata that changes while its text does not.
 
-A date or a score in what a model reads of a document makes another chunk of every value, so that
-nothing of it is ever reused, without a word.
+If a model reads a date or a score with a document, every value makes another chunk, so that nothing
+is ever reused, silently.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Shown(NamedTuple):
 
     Attributes:
         text: The text itself.
-        metadata: What else the model reads.
-        document: What it was cut from, which outlives its rows; "" for none.
+        metadata: What else the model reads with it.
+        document: The document it was cut from, which outlives its rows; "" for none.
     """
 
     text: str
@@ -43,9 +43,9 @@ class _Seen(NamedTuple):
 
 
 class MetadataWatch:
-    """Says once of each field of metadata that it changes.
+    """Reports once for each metadata field that it changes.
 
-    Thread-safe.  What was seen long ago is forgotten, which only says less.
+    Thread-safe.  Rows seen long ago are forgotten, which only means fewer reports.
     """
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ class MetadataWatch:
         return type(self), ()
 
     def changed(self, id_: str, written: str, shown: Callable[[], Shown]) -> list[str]:
-        """Fields that changed since a text was last read, of which nothing was said so far.
+        """Fields that changed since a text was last read and have not been reported yet.
 
         Args:
-            id_: Of the row.
+            id_: Id of the row.
             written: Its text as the model reads it, metadata included.
-            shown: What that is made of; asked only when the text is new.
+            shown: Returns what that is made of; called only if the text is new.
         """
         number = hash(written)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Keys and values of chunks: address, buffer of a prompt, rotation, block mask."""
+"""Keys and values of chunks: their addresses, a prompt's buffer, rotation, block mask."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """One chunk: its tensors (`ChunkKV`), their shapes (`ChunkLayout`), its address (`ChunkKey`).
 
 This module knows nothing of models, files or frameworks.  Tensors are grouped by layers of one
-shape and one rotation (`GroupLayout`), because models mix local and global layers; a group is one
+shape and one rotation (`GroupLayout`), because models mix local and global layers.  A group is one
 tensor, so that a chunk is read with few system calls and moved with one multiplication.  Recurrent
 layers keep no tensor per token; what they keep of a chunk (`StateLayout`) follows in further
-groups, which whoever copies, stores or sends chunks need not tell from the others.
+groups.  Code that copies, stores or sends chunks treats all groups alike.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ class GroupLayout:
 
 
 TransitionForm = Literal["none", "scale", "left", "right"]
-"""How the state before a chunk gets into the state behind it: not at all, multiplied by numbers, or
-by a matrix from the left or the right."""
+"""How the state before a chunk enters the state after it: not at all, multiplied by numbers, or by
+a matrix from the left or the right."""
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What recurrent layers of one shape keep of a chunk, however long it is.
+    """What recurrent layers of one shape keep of a chunk of any length.
 
-    A layer is affine in the state before the chunk, with everything else as computed from the chunk
-    itself: behind it the state is `final + A (before - beginning)`, where `beginning` is the state
-    behind the prefix and `A` the product of all tokens' transitions.
+    A layer is affine in the state before the chunk; all else is computed from the chunk itself.
+    The state after it is `final + A (before - beginning)`, where `beginning` is the state after the
+    prefix and `A` the product of all tokens' transitions.
 
     Attributes:
         layers: Indices of the model's layers, ascending.
         window: Dtype and shape `(channels, width)` of the last inputs of a convolution, or None.
-        state: Dtype and shape of the final state of a layer as it is stored, or None.
-        transition: Dtype and shape of `A` as it is stored, or None.
+        state: Dtype and shape of a layer's final state as stored, or None.
+        transition: Dtype and shape of `A` as stored, or None.
         form: How `A` is applied.
         kept: Dtype in which the model keeps a state; None without one.
-        head: First tokens of a chunk that may be computed again in a prompt.  The state behind them
-            and the transition of the rest are kept, too; with 0, not.
+        head: First tokens of a chunk that may be computed again in a prompt.  Unless 0, the state
+            after them and the transition of the rest are kept too.
     """
 
     layers: tuple[int, ...]
@@ -94,7 +94,7 @@ class StateLayout:
 
     @property
     def parts(self) -> dict[str, TensorSpec]:
-        """Dtype and shape `[layers, ...]` of what there is, by name."""
+        """Dtype and shape `[layers, ...]` of each part, by name."""
         found = {"window": self.window, "state": self.state, "transition": self.transition}
         if self.head and self.form != "none":
             found |= {"head": self.state, "rest": self.transition}
@@ -111,7 +111,7 @@ class ChunkLayout:
 
     Attributes:
         groups: Layers that keep keys and values, by shape.
-        dtype: Of keys and values.
+        dtype: Dtype of keys and values.
         states: Recurrent layers, by shape.
     """
 
@@ -129,7 +129,7 @@ class ChunkLayout:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Names per group: `kv`, or `k` and `v`; with `.index` when there are several.
 
-        Those of recurrent layers are `window.index`, `state.index`, `transition.index`, and
+        For recurrent layers they are `window.index`, `state.index`, `transition.index`, and
         `head.index` and `rest.index` where chunks are cut.
         """
         tails = (
@@ -145,7 +145,7 @@ class ChunkLayout:
         )
 
     def state_names(self, index: int) -> dict[str, str]:
-        """Names in a file of the tensors of a group of recurrent layers, and what each is."""
+        """File names of the tensors of a group of recurrent layers, and what each is."""
         return {f"{part}.{index}": part for part in self.states[index].parts}
 
     def empty(
@@ -168,15 +168,15 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """What layers keep of one chunk: states, and keys and values, keys at their local positions.
+    """What layers keep of one chunk: keys at their local positions, values, and states.
 
     Attributes:
         layout: Shapes and dtype of the tensors.
         tokens: Token ids, `(tokens,)` int32 on the CPU.
         start: Position of the first token when the keys were computed (the length of the prefix).
-        tensors: Per group one fused tensor `[layers, 2, heads, tokens, width]`, or K and V
-            apart.  They may be strided views into a larger buffer; a stored chunk is never written
-            to.  Behind them, per group of recurrent layers, what `StateLayout.parts` says.
+        tensors: Per group one fused tensor `[layers, 2, heads, tokens, width]`, or K and V apart.
+            They may be strided views into a larger buffer; a stored chunk is never written to.
+            Then, per group of recurrent layers, what `StateLayout.parts` lists.
     """
 
     layout: ChunkLayout
@@ -205,7 +205,7 @@ class ChunkKV:
 
     @property
     def states(self) -> tuple[Mapping[str, Tensor], ...]:
-        """Per group of recurrent layers what it keeps, by the names of `StateLayout.parts`."""
+        """What each group of recurrent layers keeps, by the names of `StateLayout.parts`."""
         behind = self.tensors[len(self.layout.groups) :]
         return tuple(
             dict(zip(state.parts, tensors, strict=True))
@@ -262,7 +262,7 @@ def spec_digest(spec: Mapping[str, Any]) -> str:
 def chunk_key(
     token_ids: Sequence[int], *, prefix_ids: Sequence[int], spec: str, namespace: str
 ) -> ChunkKey:
-    """Address of the chunk `token_ids` computed behind `prefix_ids`.
+    """Address of the chunk `token_ids` computed after `prefix_ids`.
 
     Args:
         token_ids: Ids of the chunk.
@@ -271,7 +271,7 @@ def chunk_key(
         namespace: Tenant, "" for none.
 
     Raises:
-        InvalidInputError: If the namespace is no text.
+        InvalidInputError: If the namespace is not a text.
     """
     if not isinstance(namespace, str) or not namespace.isascii():
         check_name("namespace", namespace)

@@ -1,6 +1,6 @@
 """PEFT adapters from their folders, or by the names that installed packages give them.
 
-What a model or an adapter was trained for is said here, too (`trained_for_blocks`).
+This module also says what a model or an adapter was trained for (`trained_for_blocks`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def adapter_folder(adapter: str | os.PathLike[str]) -> Path:
 
 
 def lasting_adapter(adapter: str | os.PathLike[str]) -> str:
-    """An adapter as a text that means the same in another folder: a name, or a whole path."""
+    """An adapter as a text that is valid in any working folder: a name, or an absolute path."""
     names = (*PACKAGED_ADAPTERS, NO_ADAPTER)
     if isinstance(adapter, str) and (adapter in names or _points(adapter)):
         return adapter

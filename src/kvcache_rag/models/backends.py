@@ -1,4 +1,4 @@
-"""What runs models besides transformers: back ends that packages bring.
+"""Back ends other than transformers that run models; packages provide them.
 
 A package has an entry point of the group `kvcache_rag.backends`: its name is what users say as
 `backend=`, and what it loads is a `Backend`.  They are found by name, before torch is loaded.

@@ -1,4 +1,4 @@
-"""Our layers of transformers' caches.
+"""This package's layers for transformers' caches.
 
 `deferred/cache.py` and `sequence_cache.py` of kvcache-rag-llamacpp have the others.
 

@@ -1,4 +1,4 @@
-"""Decode one answer greedily, without what `generate()` does for everybody at every token.
+"""Decode one answer greedily, without the general work of `generate()` at every token.
 
 `generate()` is the law: where it is asked for anything that is not written here, it runs instead
 (`models/generate.py`), and what comes from here is what it would say.  Of several guessed tokens

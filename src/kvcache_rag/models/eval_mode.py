@@ -1,4 +1,4 @@
-"""A model as its chunks' names promise it, whatever the app around it has switched on.
+"""A model as its chunks' keys promise it, whatever the app has switched on.
 
 Autocast rounds what is computed, modules in training mode drop parts of it at random, and a default
 device takes what was meant for the CPU.  None of this is in the name of a chunk, so that passes of

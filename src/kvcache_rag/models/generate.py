@@ -1,8 +1,8 @@
-"""Run transformers' own `generate()` over a cache that is already filled, and watch it.
+"""Run transformers' own `generate()` over an already filled cache, and watch it.
 
-One greedy answer takes a shorter way to the same tokens (`models/decode.py`).
-The full ids are handed in together with the cache, so that sampling, stopping and every logits
-processor see what they would see without us.
+One greedy answer takes a shorter way to the same tokens (`models/decode.py`).  The full ids are
+passed with the cache, so that sampling, stopping and every logits processor see what they would see
+without us.
 """
 
 from __future__ import annotations
@@ -178,12 +178,12 @@ class _Watch(StoppingCriteria):
 
 
 def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str, Any]:
-    """Refuse what is no option, what would give wrong tokens, and what the engine decides itself.
+    """Refuse unknown options, those that would give wrong tokens, and those that the engine sets.
 
-    Settings inside a `generation_config` count like those given one by one.
+    Settings inside a `generation_config` count like single ones.
 
     Returns:
-        The options, with what a temperature means: above 0 samples and 0 does not, unless
+        The options, with sampling set from the temperature (on above 0, off at 0) unless
         `do_sample` says otherwise.
 
     Raises:

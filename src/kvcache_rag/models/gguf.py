@@ -1,4 +1,4 @@
-"""GGUF files: what is in one, its weights dequantised, and the result kept for the next time.
+"""GGUF files: their contents, their weights dequantised, and the result kept for next time.
 
 transformers reads such a file tensor by tensor, which takes long; so what it makes of one is kept
 as an ordinary checkpoint in the user's cache folder, named by the digest of the file.

@@ -1,6 +1,6 @@
-"""What the name of a model means: a folder, a file, a short name or one of the hub.
+"""What a model's name means: a folder, a file, a short name or one of the hub.
 
-It can be found out before torch is loaded.
+This is known before torch is loaded.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def chosen_adapter(
     """The adapter that a model is loaded with; None for none.
 
     Args:
-        name: Of the model.
-        adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
-            `PACKAGED`, where it is installed.
+        name: Name of the model.
+        adapter: The adapter asked for: a folder, an installed name, or "none"; None for the one in
+            `PACKAGED`, if installed.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -160,10 +160,10 @@ def chosen_adapter(
 
 
 def check_spelling(name: str) -> None:
-    """Refuse what is nearly a short name and nothing else; asks no hub.
+    """Refuse a name that is nearly a short name and nothing else; does not ask the hub.
 
     Raises:
-        InvalidInputError: Naming the one that was probably meant.
+        InvalidInputError: Naming the likely intended one.
     """
     names = (TINY, *PACKAGED)
     is_nothing = "/" not in name and name not in names and not Path(expanded(name)).exists()

@@ -1,4 +1,4 @@
-"""What this CPU is and can, and the kernels that a package brings for it.
+"""What this CPU is and can do, and the kernels that a package has for it.
 
 `kvcache-rag-cpu` has an entry point of the group `kvcache_rag.kernels`, which loads a `Kernels`.
 Without it everything runs in torch's own functions, on this CPU slower.

@@ -1,4 +1,4 @@
-"""Guesses at what an answer goes on with: what stood behind the same tokens in its prompt.
+"""Guess an answer's next tokens: those that followed the same tokens in its prompt.
 
 Answers from documents quote them, so the tokens behind the last place where the answer's own last
 tokens stand are often the next ones (prompt lookup decoding, Saxena 2023).  The model looks at a

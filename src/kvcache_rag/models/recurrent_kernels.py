@@ -1,4 +1,4 @@
-"""What recurrent kernels of transformers do not give by themselves, told by their names.
+"""What recurrent kernels of transformers do not return, obtained by replacing them by name.
 
 Kernels are functions of a modelling module.  One site of one model is given another function under
 such a name, in a copy of its forward function and for the time of one pass; the module's own stays.

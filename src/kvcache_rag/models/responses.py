@@ -1,4 +1,4 @@
-"""What a model writes around its thoughts and its calls of tools, as transformers knows it.
+"""What a model writes around its thoughts and tool calls, according to transformers.
 
 A response template (`tokenizer.response_template`) says how an answer is taken apart; transformers'
 `ResponseParser` does it while the answer is written.

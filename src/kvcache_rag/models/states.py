@@ -1,4 +1,4 @@
-"""Where a model keeps recurrent states, and how a state gets through a run of tokens: measured.
+"""Measure where a model keeps recurrent states, and how a run of tokens changes them.
 
 A *site* is the innermost module whose forward pass touches a state of the cache; sites are found by
 watching one forward pass.  A recurrent layer is affine in the state before its tokens, with

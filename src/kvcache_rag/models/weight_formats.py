@@ -1,4 +1,4 @@
-"""In which form the linear layers of a model keep their weights on a CPU."""
+"""How the linear layers of a model keep their weights on a CPU."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 WeightFormat: TypeAlias = Literal["auto", "plain", "prepacked", "int8", "int4"]
 """How the linear layers of a model keep their weights.
 
-"plain" as they were loaded; the others by `kvcache-rag-cpu`: "prepacked" the same numbers in
-oneDNN's order; "int8" with one scale per output; "int4" with a scale and a zero point per 32
-inputs, the output layer in int8; "auto" is "prepacked" for a bfloat16 model on an x86 CPU that
-multiplies bfloat16, else "plain".
+"plain" keeps them as loaded.  The others need `kvcache-rag-cpu`: "prepacked" has the same numbers
+in oneDNN's order; "int8" one scale per output; "int4" a scale and a zero point per 32 inputs, with
+the output layer in int8.  "auto" is "prepacked" for a bfloat16 model on an x86 CPU that multiplies
+bfloat16, else "plain".
 """
 
 FORMATS: Final[tuple[str, ...]] = get_args(WeightFormat)
 
 
 def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
-    """Exchange the linear layers of a model on a CPU for ones that are faster there.
+    """Replace the linear layers of a model on a CPU with faster ones.
 
-    Chunks of a "prepacked" model are those of the plain one (its numbers are the same, added up in
-    another order); "int8" and "int4" are models of their own, whose chunks are kept apart.
+    A "prepacked" model shares its chunks with the plain one: the numbers are the same, added up in
+    another order.  "int8" and "int4" models have separate chunks.
 
     Args:
-        model: A loaded transformers model; it is changed.  Layers that are no plain `nn.Linear`
+        model: A loaded transformers model; it is changed.  Layers that are not a plain `nn.Linear`
             (an adapter's, experts in one tensor) stay.
         weight_format: See `WeightFormat`.
 
@@ -40,9 +40,9 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
         The model.
 
     Raises:
-        InvalidInputError: If there is no such form, or it is none for this model.  Then nothing
-            was changed.
-        MissingExtraError: If a form is named that kvcache-rag-cpu brings, and it is not installed.
+        InvalidInputError: If there is no such form, or the model cannot have it; nothing was
+            changed then.
+        MissingExtraError: If the form needs kvcache-rag-cpu, which is not installed.
     """
     check_weight_format(weight_format)
     found = kernels()
@@ -64,13 +64,13 @@ def check_weight_format(weight_format: str) -> None:
 
 
 def unpack_weights(model: Any) -> Any:
-    """Give a model layers of torch's again, with the numbers that they have now."""
+    """Give a model torch's layers again, with their current numbers."""
     found = kernels()
     return model if found is None else found.unpack(model)
 
 
 def parameter_count(model: Any) -> int:
-    """Parameters of a model, however its layers keep them; tied ones count once."""
+    """Parameters of a model in any weight format; tied ones count once."""
     packed: Packed | None = getattr(model, PACKED, None)
     if packed is not None:
         return packed.parameters

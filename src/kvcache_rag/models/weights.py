@@ -1,4 +1,4 @@
-"""What the weights of a model are: named by their content, watched from question to question.
+"""The identity of a model's weights: named by their content, checked at every question.
 
 Adapters are switched, weights are loaded, merged and trained while an engine lives, so what names
 them is compared before every question.  A comparison reads no weights: it looks at where the

@@ -34,4 +34,4 @@ POLICY_NAMES = register(
     *(FullRecompute, Reuse, BestFew, BestLast, BestRead, ProphetKV, LegoLink, CacheBlend),
     *(CacheClip, Ape, Combination),
 )
-"""The names that `policy_by_name` knows, in the order in which messages list them."""
+"""The names that `policy_by_name` knows, in the order that messages list them."""

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ape(PlainReuse):
-    """Adaptive parallel encoding (APE, arXiv 2502.05431, section 4): nothing is computed again.
+    """Adaptive parallel encoding (APE, arXiv 2502.05431, section 4): recomputes nothing.
 
-    All chunks stand right behind the prefix, the query behind the longest of them.  Query and
-    generated tokens attend to the chunks at `temperature`, and `scale` times `temperature` times
-    the log-sum-exp of that attention is its weight against prefix, query and generated tokens.
-    The paper tunes both per model on development data, between 0.6 and 1; `Ape(1, 1)` is plain
+    All chunks start right after the prefix; the query follows the longest of them.  Query and
+    generated tokens attend to the chunks at `temperature`.  The weight of that attention against
+    prefix, query and generated tokens is `scale` times `temperature` times its log-sum-exp.  The
+    paper tunes both per model on development data, between 0.6 and 1; `Ape(1, 1)` is plain
     attention.
 
     Attributes:

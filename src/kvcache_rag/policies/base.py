@@ -1,6 +1,6 @@
 """The extension point: what of a stitched prompt is reused and what is computed again.
 
-Few hooks, one small file per paper, one class.  A caller never asks which class a policy is.
+Few hooks, one small file per paper, one class.  Callers never ask which class a policy is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Scorer(Protocol):
-    """Says which characters of the chunks matter for a question (an auxiliary model does)."""
+    """Says which characters of the chunks matter for a question, as an auxiliary model does."""
 
     def scores(self, question: str, chunks: Sequence[str]) -> Sequence[Tensor]:
-        """Score every character, so that two tokenizers need nothing in common but the text.
+        """Score every character, so that two tokenizers need only share the text.
 
         Args:
-            question: Text of the question, as the user wrote it.
+            question: The question as the user wrote it.
             chunks: Texts of the chunks in prompt order.
 
         Returns:
-            Per chunk `(characters,)` float32 on the CPU; larger matters more.  An attribute
+            Per chunk `(characters,)` float32 on the CPU; higher matters more.  An attribute
             `misses` says how many chunks had to be prefilled first (`Metrics.auxiliary_misses`).
         """
 
@@ -42,26 +42,26 @@ Signal: TypeAlias = Literal["deviation", "relevance", "attention"]
 
 
 class Signals(Protocol):
-    """What the engine can tell a policy about a loaded and stitched prompt, computed when asked."""
+    """What the engine can tell a policy about a loaded and stitched prompt, computed on request."""
 
     def deviation(self, layer: int) -> Tensor:
-        """How far stitched values are from those of a full prefill at one layer.
+        """How far stitched values are from a full prefill's at one layer.
 
-        Computed on a copy by running all context tokens up to `layer` (0-based).
+        All context tokens run up to `layer` (0-based) on a copy.
 
         Returns:
             `(context_tokens,)` float32: squared L2 distance of V over heads and width.
         """
 
     def relevance(self) -> Tensor:
-        """Scores of the context tokens by the policy's scorer, aligned by character offsets.
+        """Scores of the context tokens from the policy's scorer, aligned by character offsets.
 
         Returns:
             `(context_tokens,)` float32; the prefix has the lowest score.
         """
 
     def attention(self) -> Tensor:
-        """How much the query attends to each context token, running once over the stitched context.
+        """How much the query attends to each context token, in one run over the stitched context.
 
         Returns:
             `(context_tokens,)` float32 on the CPU: attention weights after softmax, summed over
@@ -71,7 +71,7 @@ class Signals(Protocol):
 
 @dataclass(frozen=True)
 class AttentionScaling:
-    """How query and generated tokens weigh the chunks against the rest (APE, 2502.05431).
+    """How query and generated tokens weigh the chunks against the rest (APE, arXiv 2502.05431).
 
     Attributes:
         temperature: Divides the scores of chunk tokens; 1 is plain attention.
@@ -85,14 +85,14 @@ class AttentionScaling:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which chunks are answered from, how they stand, and what becomes of the last ones.
+    """Which chunks the answer uses, in which order, and how many are computed with the query.
 
     Attributes:
-        order: Numbers of the chunks as they were given, in prompt order.
-        fresh: How many of the last are computed together with the query, behind the others.  They
+        order: Numbers, among those given, of the chunks used, in prompt order.
+        fresh: How many of the last are computed together with the query, after the others.  They
             need not be cached.
-        others: Numbers of those that are left out, in the order in which they take the place of
-            one that does not fit; None where all are answered from that fit.
+        others: Numbers of those left out, in the order in which they replace one that does not fit;
+            None if all that fit are used.
     """
 
     order: tuple[int, ...]
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def brought(self) -> tuple[int, ...]:
-        """Numbers of those whose keys and values are brought, in prompt order."""
+        """Numbers of the chunks whose keys and values are loaded, in prompt order."""
         return self.order[: len(self.order) - self.fresh]
 
 
@@ -109,15 +109,15 @@ class ReusePolicy(NamedArguments, ABC):
     """How cached chunks are used.
 
     Attributes:
-        positions: Where the chunks stand.
+        positions: Where the chunks are placed.
         joint: Whether the chunks of a prompt are computed and stored together, as one.
-        adjacent_query: Whether the query stands right behind the highest position of a chunk
-            instead of behind as many positions as there are tokens (they differ when composite).
+        adjacent_query: Whether the query starts right after the highest position of a chunk, not
+            after as many positions as there are tokens (they differ when composite).
         reads: The signals that `select` chooses single tokens by.
-        auxiliary: The scorer, None for the engine's own.
-        scaling: How the query weighs the chunks; None is plain attention.
-        head: First tokens of chunks that it computes again, behind which chunks of models with
-            recurrent layers have to be cut.
+        auxiliary: The scorer; None for the engine's.
+        scaling: How the query weighs the chunks; None for plain attention.
+        head: How many first tokens of chunks it computes again; chunks of models with recurrent
+            layers are cut after these.
     """
 
     positions: PositionScheme = "reordered"
@@ -131,12 +131,12 @@ class ReusePolicy(NamedArguments, ABC):
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is computed: a plain prefill that loads nothing."""
+        """Whether everything is computed in a plain prefill that loads nothing."""
         return False
 
     @property
     def is_reuse(self) -> bool:
-        """Whether nothing that is brought is computed again, whatever the prompt."""
+        """Whether no loaded token is ever computed again."""
         return False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -148,23 +148,23 @@ class ReusePolicy(NamedArguments, ABC):
                 )
 
     def plan(self, retrieved: Retrieved) -> Plan:
-        """Which chunks are answered from, in which order, and which are computed with the query.
+        """Choose the chunks to answer from, their order, and which are computed with the query.
 
-        It is asked again for what fits the window, and when what it wants has been read.
+        It is called again for the chunks that fit the window, and once `wants` has been read.
         """
         return Plan(tuple(range(len(retrieved))))
 
     def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
-        """What the model is to read the question behind, before `plan` is asked again.
+        """Contexts after which the model should read the question before `plan` is called again.
 
         Returns:
-            Contexts that are not in `retrieved.read` yet, those that matter most first: what would
-            cost too much is left out (`generation/reading.py`).  () for nothing more.
+            Contexts not in `retrieved.read` yet, the most important first, because those that would
+            cost too much are skipped (`generation/reading.py`). () for nothing more.
         """
         return ()
 
     def needs(self, retrieved: Retrieved) -> Numbers:
-        """Chunks whose keys and values an answer looks for: all that are read, else those brought.
+        """Chunks whose keys and values an answer looks for: all that are read, else those loaded.
 
         Returns:
             Numbers, in prompt order as far as that is known.
@@ -174,11 +174,11 @@ class ReusePolicy(NamedArguments, ABC):
 
     @abstractmethod
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """Which context tokens are computed again in the context of the whole prompt.
+        """Choose context tokens to compute again in the context of the whole prompt.
 
         Args:
             prompt: The prompt's spans; the query is always computed.
-            signals: Measured on the loaded prompt, each only when it is asked for.
+            signals: Measured on the loaded prompt, each only on request.
 
         Returns:
             `(context_tokens,)` bool.
@@ -186,7 +186,7 @@ class ReusePolicy(NamedArguments, ABC):
 
 
 class PlainReuse(ReusePolicy):
-    """Reuses what it brings as it is."""
+    """Reuses what it loads as it is."""
 
     @property
     def is_reuse(self) -> bool:
@@ -201,11 +201,11 @@ class PlainReuse(ReusePolicy):
 
 
 class RatioPolicy(ReusePolicy):
-    """Computes a `ratio` of the tokens again: 0 is `Reuse()`, 1 a full prefill.
+    """Computes a share `ratio` of the tokens again: 0 is `Reuse()`, 1 a full prefill.
 
     Attributes:
-        ratio: Part of the chunk tokens.
-        signal: What they are chosen by.
+        ratio: Share of the chunk tokens.
+        signal: The signal they are chosen by.
     """
 
     ratio: float
@@ -227,7 +227,7 @@ class RatioPolicy(ReusePolicy):
         return self.ratio == 0
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """The tokens of highest score, of equal ones those that stand first."""
+        """The tokens with the highest scores; of equal ones the first."""
         from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
 
         count, allowed = share(self.ratio, prompt), candidates(prompt)
@@ -238,13 +238,13 @@ class RatioPolicy(ReusePolicy):
         return top(self.scores(signals), count, allowed)
 
     def scores(self, signals: Signals) -> Tensor:
-        """What tokens are chosen by, `(context_tokens,)` float32."""
+        """The scores tokens are chosen by, `(context_tokens,)` float32."""
         found: Tensor = getattr(signals, self.signal)()
         return found
 
 
 def with_auxiliary(policy: ReusePolicy, auxiliary: Scorer) -> ReusePolicy:
-    """A policy that brings a scorer of its own, with another one."""
+    """A policy with its own scorer replaced by another."""
     given: Any = policy
     if policy.auxiliary is None or "auxiliary" not in {field.name for field in fields(given)}:
         return policy

@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 
 MOST: Final = 3
-"""Chunks that are answered from, where nobody says how many."""
+"""How many chunks are answered from at most, by default."""
 NEAR: Final = 2.0 + 1e-6
-"""Standard deviations of relevance: who is farther behind the best one is left out.
+"""Standard deviations of relevance; a chunk farther below the best one is left out.
 
-Two chunks of which scores alone are known are always two apart, which says nothing; so this is a
-little more than they are after rounding.
+Two chunks known only by scores are always two apart, which says nothing; so this is slightly more,
+to allow for rounding.
 """
 
 
 @dataclass(frozen=True)
 class BestFew(PlainReuse):
-    """Answer from the best few chunks, best first, exactly; the others are left out.
+    """Answer exactly from the best few chunks, best first; the others are left out.
 
-    One chunk behind the prefix saw all that it would see in a full prefill, so what is stored of it
-    is what a full prefill computes.  The best chunk comes from there, unmoved, and the others of
-    the few are computed behind it together with the question: the answer is that of a full prefill
-    of these few, for one chunk's computing less, and with one chunk for the question's alone.
+    The first chunk after the prefix saw all that it would see in a full prefill, so its cache is
+    what a full prefill computes.  The best chunk is loaded from there, unmoved, and the others of
+    the few are computed after it together with the question.  The answer is that of a full prefill
+    of these few, but the best chunk is not computed; with one chunk, only the question is.
 
     Attributes:
-        count: How many; None for the best one and those whose relevance is near to its own, three
-            at most: one where a question has its document, more where several may be meant or
-            needed (docs/quality.md has how that was chosen).
+        count: How many; None for the best one and those of similar relevance, three at most: one if
+            a single document fits the question, more if several may be meant or needed
+            (docs/quality.md says how that was chosen).
     """
 
     name: ClassVar[str] = "bestfew"
@@ -49,20 +49,20 @@ class BestFew(PlainReuse):
             checked_count("count", self.count)
 
     def plan(self, retrieved: Retrieved) -> Plan:
-        """The best first, where it was prefilled; the others of the few are computed behind it."""
+        """The best first, where it was prefilled; the others of the few are computed after it."""
         return few_of(retrieved.ranked(), retrieved.relevance, NEAR, self.count)
 
 
 def few_of(
     ranked: tuple[int, ...], relevance: Sequence[float], near: float, count: int | None
 ) -> Plan:
-    """Answer from the best few alone: the best from its cache, the others computed behind it.
+    """Answer from the best few alone: the best from its cache, the others computed after it.
 
     Args:
         ranked: Numbers of the chunks, best first.
-        relevance: Of each chunk, by its number.
-        near: How far behind the best one the last of the few may be.
-        count: How many there are; None for those that are near, `MOST` at most.
+        relevance: Relevance of each chunk, by its number.
+        near: How far below the best one the last of the few may be.
+        count: How many; None for those that are near, `MOST` at most.
     """
     few = [one for one in ranked[:MOST] if relevance[ranked[0]] - relevance[one] <= near]
     count = min(len(ranked), len(few) if count is None else count)

@@ -1,4 +1,4 @@
-"""Compute the retriever's best chunks behind the cached others."""
+"""Compute the retriever's best chunks after the cached others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class BestLast(PlainReuse):
     """Put the retriever's best chunks last and compute them together with the question.
 
-    The others stand before them in their order and are reused as they are.  What answers the
-    question is then computed in their context, as in a full prefill, in one pass that costs its
-    share of one.  Nothing is chosen inside the model; the choice is the retriever's.
+    The others come before them in their order and are reused as they are.  The best chunks are then
+    computed in their context, as in a full prefill, in one pass that costs its share of one.  The
+    retriever makes the choice, not the model.
 
     Attributes:
-        share: Part of the chunks, rounded to whole ones, and at least one: 0 is the best chunk
-            alone, which costs less where many are retrieved (docs/quality.md has both).
-        positions: Where the other chunks stand; these stand at their true places.
+        share: Share of the chunks, rounded to whole ones, and at least one. 0 is the best chunk
+            alone, which costs less if many are retrieved (docs/quality.md has both).
+        positions: Where the other chunks are placed; the best are at their true positions.
     """
 
     name: ClassVar[str] = "bestlast"
@@ -39,9 +39,9 @@ class BestLast(PlainReuse):
         checked_ratio(self.share, "share", "the best chunk alone")
 
     def plan(self, retrieved: Retrieved) -> Plan:
-        """The best last, the very best next to the question; of equal ones, the first is better.
+        """The best last, the very best next to the question; of equal ones the first is better.
 
-        What stands first is as in a full prefill wherever it comes from, so it is never computed.
+        The first chunk in the prompt is exact from its cache, so it is never computed.
         """
         chunks = len(retrieved)
         scores = ranking(retrieved.scores, chunks)

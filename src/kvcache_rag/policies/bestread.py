@@ -1,4 +1,4 @@
-"""Answer from the chunks that the model itself finds the question likeliest behind."""
+"""Answer from the chunks after which the model itself finds the question likeliest."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 
 
 NEAR: Final = 4.0
-"""How far behind the best one a chunk is left out, if no pair was read: as `bestfew.NEAR`, of twice
-as many measures."""
+"""How far below the best one a chunk is left out, if no pair was read: like `bestfew.NEAR`, for
+twice as many measures."""
 PAIRED: Final = 3
-"""Chunks behind the best one that are each read together with it."""
+"""How many chunks after the best one are each read together with it."""
 ADDS: Final = 2.5
-"""Nats that the best pair has more than the best chunk alone, if a question needs several."""
+"""Nats that the best pair adds to the best chunk alone if a question needs several."""
 MISLEADS: Final = 10.0
-"""Nats above which the other chunk of the pair is about the question, and the best one is not."""
+"""Nats above which the other chunk of the pair is about the question and the best one is not."""
 UNSCORED: Final = 2.0
 """How much reading weighs beside the question's words alone; beside scores and words, 1."""
 
 
 @dataclass(frozen=True)
 class BestRead(PlainReuse):
-    """Read the question behind every chunk, and answer from those that make it likeliest.
+    """Read the question after every chunk, and answer from those that make it likeliest.
 
-    The likelihood of a question behind a document ranks documents without any retriever (UPR,
-    Sachan et al. 2022, arXiv 2204.07496, section 2.2).  Out of its cache a chunk by itself is
-    exact, so reading costs the question's tokens a chunk.  What is answered from is brought as by
-    `BestFew`: the best chunk as it is stored, the others computed behind it.
+    The likelihood of a question after a document ranks documents without any retriever (UPR, Sachan
+    et al. 2022, arXiv 2204.07496, section 2.2).  A chunk alone is exact from its cache, so reading
+    costs the question's tokens per chunk.  The answer uses chunks as `BestFew` does: the best as
+    stored, the others computed after it.
 
-    How many depends on what a second chunk adds: the question is read behind the best one stitched
-    with each of the next three.  If the best of these pairs makes it likelier by `ADDS` nats or
-    more, but by fewer than `MISLEADS`, three chunks are answered from, else one
-    (docs/quality.md has how that was chosen).
+    How many depends on what a second chunk adds: the question is read after the best one stitched
+    with each of the next three.  If the best of these pairs makes it likelier by at least `ADDS`
+    but less than `MISLEADS` nats, three chunks are used, else one (docs/quality.md says how that
+    was chosen).
 
     Attributes:
-        count: How many; None for one or three, as above.  Where reading pairs would cost too much,
-            None is the best one and those that are near to it, three at most.
+        count: How many; None for one or three, as above.  If reading pairs would cost too much,
+            None is the best one and those near it, three at most.
     """
 
     name: ClassVar[str] = "bestread"
@@ -58,7 +58,7 @@ class BestRead(PlainReuse):
             checked_count("count", self.count)
 
     def wants(self, retrieved: Retrieved) -> tuple[Numbers, ...]:
-        """Every chunk alone, those that are known to match best first, and none; then pairs."""
+        """Each chunk alone, the likely best first, and none; then pairs."""
         if not len(retrieved):
             return ()
         every: list[Numbers] = [(one,) for one in self._ranked(retrieved)]
@@ -69,7 +69,7 @@ class BestRead(PlainReuse):
         return _unread(self._pairs(retrieved), retrieved)
 
     def plan(self, retrieved: Retrieved) -> Plan:
-        """The best first, where it was prefilled; the others of the few are computed behind it."""
+        """The best first, where it was prefilled; the others of the few are computed after it."""
         count = self.count or self._counted(retrieved)
         return few_of(self._ranked(retrieved), self.relevance(retrieved), NEAR, count)
 
@@ -95,7 +95,7 @@ class BestRead(PlainReuse):
         )
 
     def relevance(self, retrieved: Retrieved) -> list[float]:
-        """By the retriever's scores, words and reading, in standard deviations of each."""
+        """By the retriever's scores, words and reading, each in standard deviations."""
         alone = [retrieved.read.get((number,)) for number in range(len(retrieved))]
         return with_reading(retrieved.without_order, alone, is_scored=retrieved.scores is not None)
 
@@ -107,12 +107,12 @@ def _unread(contexts: Iterable[Numbers], retrieved: Retrieved) -> tuple[Numbers,
 def with_reading(
     known: Sequence[float], read: Sequence[float | None], *, is_scored: bool
 ) -> list[float]:
-    """How well chunks match, once they were read.
+    """How well chunks match once they were read.
 
     Args:
         known: How well each matched before (`Retrieved.without_order`).
-        read: Likelihood of the question behind each; None for one that was not read.
-        is_scored: Whether a retriever's scores are in what was known.
+        read: Likelihood of the question after each; None for one that was not read.
+        is_scored: Whether `known` includes a retriever's scores.
     """
     said = [one for one in read if one is not None]
     if not said:

@@ -22,15 +22,16 @@ class CacheBlend(RatioPolicy):
     """Compute the tokens with the largest deviation again (CacheBlend, arXiv 2405.16444, 4.3).
 
     The deviation of a token is the squared distance, in float32, of its value at one early layer
-    from the value it has in a full prefill.  To know it, all context tokens run through the layers
-    below.  Unlike the published code, the query is never taken for a context token, and chosen
-    tokens see no token behind them.
+    from the value it has in a full prefill.  To measure it, all context tokens run through the
+    layers below.  Unlike in the published code, the query never counts as context, and chosen
+    tokens see no later token.
 
     Attributes:
-        ratio: Part of the chunk tokens that is computed again: 0 is `Reuse()`, 1 a full prefill.
+        ratio: Share of the chunk tokens computed again: 0 is `Reuse()`, 1 a full prefill.
         check_layer: Layer whose values are compared, 0-based.  At layer 0 there is no deviation;
-            each layer more costs a layer of a full prefill.
-        positions: Where the other tokens stand; those computed again stand at their true places.
+            each further layer costs a layer of a full prefill.
+        positions: Where the other tokens are placed; those computed again are at their true
+            positions.
     """
 
     name: ClassVar[str] = "cacheblend"
@@ -51,5 +52,5 @@ class CacheBlend(RatioPolicy):
             )
 
     def scores(self, signals: Signals) -> Tensor:
-        """The deviation at its layer."""
+        """The deviation at `check_layer`."""
         return signals.deviation(self.check_layer)

@@ -1,4 +1,4 @@
-"""Compute the tokens again that a small auxiliary model attends to."""
+"""Compute the tokens again that a small auxiliary model attends to most."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ RatioOf: TypeAlias = Literal["chosen", "recomputed"]
 class CacheClip(RatioPolicy):
     """Compute the tokens again that matter for the question (CacheClip, arXiv 2510.10129, 3.2-3.3).
 
-    A small auxiliary model reads the question behind cached chunks of its own, on the CPU while the
-    main model loads; the tokens it attends to most in its last layer are chosen.  Then windows of
-    `window` tokens are computed again as a whole if more than `threshold` of them were chosen, and
-    not at all otherwise, so that no number or name is computed again by halves.  Grouping changes
-    how many tokens there are: `ratio` is the part chosen before it, as in the paper, so
-    `Metrics.recomputed_tokens` is smaller where chosen tokens are scattered (6 to 11 % for a ratio
-    of 0.2 with SmolLM2 on real text, docs/experiments.md) and may be larger where they stand
-    together (less than `window / threshold` times).  `ratio_of="recomputed"` keeps to the ratio.
+    A small auxiliary model reads the question after its own cached chunks, on the CPU while the
+    main model loads; the tokens it attends to most in its last layer are chosen.  Then a window of
+    `window` tokens is computed again as a whole if more than `threshold` of them were chosen, else
+    not at all, so that no number or name is half recomputed.  Grouping changes the number of
+    tokens: `ratio` is the share chosen before it, as in the paper.  So `Metrics.recomputed_tokens`
+    is smaller if chosen tokens are scattered (6 to 11 % for a ratio of 0.2 with SmolLM2 on real
+    text, docs/experiments.md) and may be larger if they are close together (less than `window /
+    threshold` times).  `ratio_of="recomputed"` keeps to the ratio.
 
     Attributes:
-        auxiliary: Scores the chunks: an `Auxiliary`, or anything with its method `scores`.  None
-            for the engine's (`Engine(auxiliary=...)`).
-        ratio: Part that is chosen of the tokens that may be, those of all chunks but the first
-            (which is exact already): 0 is `Reuse()`, 1 a full prefill.
+        auxiliary: Scores the chunks: an `Auxiliary`, or anything with its method `scores`; None for
+            the engine's (`Engine(auxiliary=...)`).
+        ratio: Share chosen of the eligible tokens, those of all chunks but the first (which is
+            exact already): 0 is `Reuse()`, 1 a full prefill.
         window: Tokens of a group, counted from the start of each chunk.
-        threshold: How many chosen tokens of a group are too few: one more has it computed again.
-            No grouping with a window of 1 and a threshold of 0.  None takes the groups of highest
-            mean score instead, as many as fit `ratio`, so that the cost does not depend on how
-            scattered the scores are (not in the paper).
-        positions: Where the chunks stand.
-        ratio_of: Of which tokens `ratio` is the part: "chosen", as in the paper, or "recomputed":
-            then as many are chosen as it takes for the windows to fill the ratio, and none for a
-            ratio that is less than a window.
+        threshold: A group with more chosen tokens than this is computed again.  A window of 1 and a
+            threshold of 0 mean no grouping.  None takes the groups of highest mean score instead,
+            as many as fit `ratio`, so that the cost does not depend on how scattered the scores are
+            (not in the paper).
+        positions: Where the chunks are placed.
+        ratio_of: What `ratio` is a share of: tokens "chosen", as in the paper, or "recomputed".
+            The latter chooses as many as it takes for the windows to fill the ratio, and none if
+            that is less than a window.
 
     Raises:
         InvalidInputError: If a number is out of its range, or the auxiliary has no `scores`.
@@ -90,7 +90,7 @@ class CacheClip(RatioPolicy):
             )
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """Windows of which enough tokens are among those of highest score."""
+        """Windows with enough of the tokens with the highest scores."""
         from kvcache_rag.policies.selection import (  # loads torch
             candidates,
             filled_windows,

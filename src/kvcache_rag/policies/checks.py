@@ -1,4 +1,4 @@
-"""What can be said of a policy without a tensor: its numbers and names, and why it cannot run."""
+"""Checks of a policy that need no tensor: its numbers and names, and why it cannot run."""
 
 from __future__ import annotations
 

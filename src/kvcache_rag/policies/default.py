@@ -1,4 +1,4 @@
-"""What is reused where nobody says it: the one place of that choice."""
+"""The default policy; this is the one place that chooses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that choose no token by itself: reuse everything, compute everything, or all as one."""
+"""Policies that choose no single tokens: reuse everything, compute everything, or all as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reuse(PlainReuse):
 
     Attributes:
         positions: "reordered" gives chunks their positions in the prompt, "composite" leaves all of
-            them right behind the prefix.
+            them right after the prefix.
     """
 
     name: ClassVar[str] = "reuse"
@@ -60,10 +60,10 @@ class FullRecompute(ReusePolicy):
 class Combination(PlainReuse):
     """Reuse the cache of exactly these chunks in this order, computed together.
 
-    Shared RAG-DCache (arXiv 2504.11765) with combinations of k > 1 chunks.  A combination
-    stands directly behind the prefix, where it was computed, so nothing moves and the logits are
-    those of a full prefill.  This is also the way for models whose keys cannot move.  Every order
-    of every selection is computed once, so it pays where questions repeat selections.
+    Shared RAG-DCache (arXiv 2504.11765) with combinations of k > 1 chunks.  A combination stays
+    directly after the prefix, where it was computed, so nothing moves and the logits are those of a
+    full prefill.  It also works for models whose keys cannot move.  Every order of every selection
+    is computed once, so it pays if questions repeat selections.
     """
 
     name: ClassVar[str] = "combination"

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 class LegoLink(ReusePolicy):
     """Compute the first tokens of every chunk but the first again (EPIC, arXiv 2410.15332, 4.3).
 
-    A chunk computed alone uses its first tokens as attention sinks; behind other chunks they
-    should not be any.  The cost does not grow with the length of the chunks.
+    A chunk computed alone uses its first tokens as attention sinks; after other chunks they should
+    not be sinks.  The cost does not grow with the length of the chunks.
 
     Attributes:
         tokens: How many of each chunk, 16 in the paper; 0 is `Reuse()`.
-        positions: Where the other tokens stand; those computed again stand at their true places.
+        positions: Where the other tokens are placed; those computed again are at their true
+            positions.
     """
 
     name: ClassVar[str] = "legolink"
@@ -44,12 +45,12 @@ class LegoLink(ReusePolicy):
 
     @property
     def head(self) -> int:  # type: ignore[override]  # its tokens
-        """What chunks of models with recurrent layers are cut behind."""
+        """Where chunks of models with recurrent layers are cut."""
         return self.tokens
 
     @property
     def is_reuse(self) -> bool:
-        """Without a token."""
+        """With `tokens` 0."""
         return self.tokens == 0
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:

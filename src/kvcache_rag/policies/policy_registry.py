@@ -1,7 +1,6 @@
-"""Policies by the names under which commands, requests and evaluations know them.
+"""Policies by the names that commands, requests and evaluations use.
 
-A policy says itself how it is written there, in its `_forms`; `policies/__init__` lists the
-classes.
+Each policy defines how it is written there, in its `_forms`; `policies/__init__` lists the classes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class PolicySyntax:
     """One way to write a policy.
 
     Attributes:
-        usage: As messages say it, such as "cacheblend[:RATIO]"; it begins with the name.
-        make: The policy, from what stands behind the colon.
+        usage: As in messages, such as "cacheblend[:RATIO]"; begins with the name.
+        make: Makes the policy from the text after the colon.
     """
 
     usage: str
@@ -34,17 +33,17 @@ class PolicySyntax:
 
     @property
     def name(self) -> str:
-        """What stands before the colon."""
+        """The text before the colon."""
         return self.usage.partition(":")[0].partition("[")[0]
 
 
 @dataclass(frozen=True)
 class PolicyArguments:
-    """What stands behind the colon.
+    """The text after the colon.
 
     Attributes:
         form: How it should be written.
-        values: Between commas.
+        values: The parts between commas.
         auxiliary: A scorer for policies that can have one.
     """
 
@@ -78,7 +77,7 @@ class PolicyArguments:
             ) from error
 
     def refusal(self) -> InvalidInputError:
-        """That so many values are none."""
+        """The error for a wrong number of values."""
         return InvalidInputError(
             f"{self.form.name} does not take {','.join(self.values)}; write {self.form.usage}"
         )
@@ -101,18 +100,17 @@ def register(*kinds: type[ReusePolicy]) -> tuple[str, ...]:
 
 
 def names_with_ratio() -> tuple[str, ...]:
-    """The names behind which a ratio stands first."""
+    """The names whose first number is a ratio."""
     return tuple(_WITH_RATIO)
 
 
 def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
-    """A policy written down, such as "cacheblend:0.2".
+    """The policy with a name such as "cacheblend:0.2".
 
     Args:
-        text: One of `POLICY_NAMES`, and behind a colon its numbers: what a wrong one is answered
-            with lists them all.  They may be left out.
-        auxiliary: Scores chunks for those policies that are given a scorer; None for the engine's
-            own.
+        text: One of `POLICY_NAMES`, optionally with its numbers after a colon; the message about a
+            wrong name lists all forms.
+        auxiliary: Scorer for policies that take one; None for the engine's.
 
     Raises:
         InvalidInputError: If there is no such policy, or its numbers cannot be used.
@@ -135,10 +133,10 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
 
 
 def given_policy(policy: ReusePolicy | str | None) -> ReusePolicy | None:
-    """A policy as an application says it: itself, its name, or None for the engine's.
+    """The policy that an application gave: itself, by its name, or None for the engine's.
 
     Raises:
-        InvalidInputError: If it is none.
+        InvalidInputError: If it is not a policy.
     """
     if isinstance(policy, str):
         return policy_by_name(policy)
@@ -148,7 +146,7 @@ def given_policy(policy: ReusePolicy | str | None) -> ReusePolicy | None:
 
 
 def no_policy(given: object) -> InvalidInputError:
-    """What says that something is no policy."""
+    """The error for a value that is not a policy."""
     made = f"; write {given.__name__}()" if isinstance(given, type) else ""
     return InvalidInputError(
         f"policy must be such as Reuse() or policy_by_name(...), not {given!r}{made}"

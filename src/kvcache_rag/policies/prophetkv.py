@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 class ProphetKV(RatioPolicy):
     """Compute the tokens again that the question attends to most (ProphetKV, arXiv 2602.02579).
 
-    The question runs once over the stitched chunks, as `Reuse()` runs it to answer.  What each
-    token gets of its attention is added up over all layers, heads and tokens of the question, and
-    the most attended tokens are computed again together with the question, in one further pass.
-    So the choice is the question's, without a second model.
+    The question runs once over the stitched chunks, as with `Reuse()`.  Its attention to each token
+    is added up over all layers, heads and tokens of the question.  The most attended tokens are
+    computed again together with the question, in one further pass.  So the question chooses,
+    without a second model.
 
     Attributes:
-        ratio: Part of the chunk tokens that is computed again: 0 is `Reuse()`, 1 a full prefill.
-        positions: Where the other tokens stand; those computed again stand at their true places.
+        ratio: Share of the chunk tokens computed again: 0 is `Reuse()`, 1 a full prefill.
+        positions: Where the other tokens are placed; those computed again are at their true
+            positions.
     """
 
     name: ClassVar[str] = "prophetkv"

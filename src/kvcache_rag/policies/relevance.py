@@ -1,4 +1,4 @@
-"""Which of the retrieved chunks match a question best: by their retriever, and by its words.
+"""Which retrieved chunks match a question best, by the retriever's scores and by words.
 
 An embedding hears what a question is about and misses which name, number or title it asks for; the
 words say that.  Both together put a needed document first more often than either alone
@@ -37,15 +37,15 @@ _EQUAL: Final = 1e-9
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A question and the chunks that were found for it.
+    """A question and the chunks retrieved for it.
 
     Attributes:
         question: Its text; "" if it is not known.
-        texts: Of the chunks; "" of one that is known by its key alone.
-        scores: Of each chunk, by who retrieved them; higher is better.  None: the best stands
-            first, if anybody knows.
-        read: What the model itself said of contexts of these chunks, as far as it was asked
-            (`ReusePolicy.wants`): the likelihood of the question behind each, in nats; None for one
+        texts: Texts of the chunks; "" for one known only by its key.
+        scores: The retriever's score of each chunk, higher is better.  None: the best is first, as
+            far as known.
+        read: What the model said of contexts of these chunks that were asked for
+            (`ReusePolicy.wants`): the likelihood of the question after each, in nats; None for one
             that would have cost too much.
     """
 
@@ -84,13 +84,13 @@ class Retrieved:
 
     @cached_property
     def without_order(self) -> tuple[float, ...]:
-        """The same where the order in which chunks were given says nothing."""
+        """The same if the order in which chunks were given says nothing."""
         if self.scores is not None:
             return self.relevance
         return tuple(standardised(self._words.scores))
 
     def ranked(self) -> tuple[int, ...]:
-        """Numbers of the chunks, best first; of equal ones, the first is better."""
+        """Numbers of the chunks, best first; of equal ones the first is better."""
         return tuple(sorted(range(len(self)), key=lambda index: -self.relevance[index]))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What policies with a ratio share: how many tokens, which may be chosen, and the best of them."""
+"""What ratio policies share: how many tokens to choose, which are eligible, and the best ones."""
 
 from __future__ import annotations
 

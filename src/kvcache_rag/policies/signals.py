@@ -1,4 +1,4 @@
-"""What a policy may ask about a loaded and stitched prompt; each is computed only when it asks."""
+"""What a policy may ask about a loaded and stitched prompt, computed only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens: how a prompt is written, token ids, and scores between them."""
+"""From text to tokens: how a prompt is written, token ids, and scores of tokens and chunks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a list of messages asks: one set of rules for both frameworks, the server and vLLM.
+"""What a list of messages asks: the same rules for both frameworks, the server and vLLM.
 
-A front end maps its classes of messages to turns as chat templates read them; what becomes of
-turns is decided here.  Every prompt over chunks is prefix, chunks, history and question in this
-order: chunks were computed behind the engine's own instruction, so any other one cannot stand
-before them, and goes before what the user said last.
+A front end maps its message classes to turns as chat templates read them; this module decides what
+happens to turns.  Every prompt over chunks is prefix, chunks, history and question in this order.
+Chunks were computed after the engine's own instruction, so any other one cannot come before them;
+it goes before the user's last turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 Turn: TypeAlias = "dict[str, Any]"
-"""A turn as chat templates read it: role, content, and calls of tools or whose result it is."""
+"""A turn as chat templates read it: role, content, and tool calls or the call it answers."""
 
 
 def said(role: str, content: str) -> Turn:
@@ -25,9 +25,9 @@ def said(role: str, content: str) -> Turn:
 
 
 def joined(turns: Iterable[Turn]) -> list[Turn]:
-    """Turns that say something; consecutive ones of one role are one, as chat templates want it.
+    """Turns without the empty ones; consecutive turns of one role become one, for chat templates.
 
-    Calls of tools and their results stay what they are: each result belongs to its call.
+    Tool calls and their results stay separate: each result belongs to its call.
     """
     kept: list[Turn] = []
     texts: list[list[str]] = []  # of each, joined once at the end: there may be thousands
@@ -55,27 +55,27 @@ def in_two_roles(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def opened(turns: Sequence[Turn], instruction: str | None) -> list[Turn]:
-    """Turns that begin with an instruction, unless they have one of their own."""
+    """Turns that begin with an instruction, unless a system message is there already."""
     if not instruction or any(turn["role"] == "system" for turn in turns):
         return [*turns]
     return [said("system", instruction), *turns]
 
 
 def foreign_instructions(turns: Iterable[Turn], *own: str) -> list[str]:
-    """System messages that are not the engine's own, each once."""
+    """System messages other than the engine's own, each once."""
     system = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
     known = {"", *(text.strip() for text in own)}
     return [text for text in dict.fromkeys(system) if text not in known]
 
 
 def instructed(turns: Sequence[Turn], *own: str) -> tuple[list[Turn], bool]:
-    """Turns that can stand behind chunks, and whether one was an instruction of somebody else.
+    """Turns that can follow chunks, and whether one was a foreign instruction.
 
-    Such instructions, each once, are written before what the user said last.
+    Foreign instructions, each once, are written before the user's last turn.
 
     Args:
-        turns: Of any role.
-        own: The instruction that the chunks were computed behind, in each of its forms.
+        turns: Turns of any role.
+        own: The instruction that the chunks were computed after, in each of its forms.
     """
     foreign = foreign_instructions(turns, *own)
     spoken = joined(turn for turn in turns if turn["role"] != "system")
@@ -90,15 +90,16 @@ def instructed(turns: Sequence[Turn], *own: str) -> tuple[list[Turn], bool]:
 
 
 def rendered(render: Callable[..., str], turns: Sequence[Turn], **chat: Any) -> str:
-    """A conversation without chunks as one text; in two roles if its template knows no others.
+    """A conversation without chunks as one text; in two roles if the template knows no others.
 
     Args:
         render: `Engine.render_chat`.
-        turns: Without calls of tools, or in the form that the template knows.
+        turns: Turns without tool calls, or in the form that the template knows.
         chat: Further arguments of `render`.
 
     Raises:
-        InvalidInputError: If nothing is said, or the tokenizer's chat template cannot write it.
+        InvalidInputError: If there are no turns, or the tokenizer's chat template cannot write
+            them.
     """
     if not turns:
         raise InvalidInputError("there is no message with text; ask something")

@@ -1,4 +1,4 @@
-"""Prompts of models that somebody else trained to read chunks apart, by name."""
+"""Named prompt templates of third-party models trained to read chunks separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chunk inside its wrapper: which characters of its own text each of its tokens stands for.
+"""A chunk inside its wrapper: which characters of its own text each token covers.
 
 `PromptTemplate` says what is written around a chunk; what follows from that for tokens is here, and
 no other file counts the characters of a wrapper.

@@ -1,4 +1,4 @@
-"""Render a template with a tokenizer and give the ids that every path uses.
+"""Render a template with a tokenizer into the ids that every path uses.
 
 The tokenizer is duck-typed: `apply_chat_template`, `chat_template`, and a call that gives
 `input_ids`.
@@ -102,7 +102,7 @@ _CLOCK = re.compile(
 
 @dataclass(frozen=True)
 class PromptIds:
-    """Token ids of a prompt, each part tokenised apart.
+    """Token ids of a prompt, each part tokenised separately.
 
     Attributes:
         prefix: Everything before the first chunk, beginning-of-sequence token included.

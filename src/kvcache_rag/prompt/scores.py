@@ -1,4 +1,4 @@
-"""How well the chunks of a prompt match its question, as who retrieved them says."""
+"""How well the chunks of a prompt match its question, according to the retriever."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def ranking(scores: Sequence[float] | None, count: int) -> Sequence[float]:
-    """The scores of `count` chunks; without any they fall, as the best stands first.
+    """Scores of `count` chunks; without any, falling ones, because the best is first.
 
     Raises:
-        InvalidInputError: If they are not one finite number each.
+        InvalidInputError: If there is not one finite number per chunk.
     """
     if scores is None:
         return range(0, -count, -1)
@@ -32,23 +32,23 @@ def ranking(scores: Sequence[float] | None, count: int) -> Sequence[float]:
 
 
 def whole_scores(scores: Iterable[Any]) -> tuple[float, ...] | None:
-    """Scores if every chunk has one, a finite number; None if their order is what is known."""
+    """Scores if every chunk has a finite number; None if only their order is known."""
     found = tuple(scores)
     return tuple(map(float, found)) if found and all(map(_is_finite, found)) else None
 
 
 def scores_by_step(steps: Iterable[Sequence[tuple[str, Any]]]) -> dict[str, float] | None:
-    """Scores of texts that a conversation found step by step, in a call of a tool each.
+    """Scores of texts that a conversation found step by step, by one tool call each.
 
-    What a later step found is better: own scores tell how well a text matches the query of its
-    step, and no other.  Within a step they count if every text has one; else the first is the best.
-    A text that was found again counts where it is best.
+    Texts of later steps are better, because a score only says how well a text matches the query of
+    its own step.  Within a step scores count if every text has one; else the first is the best.  A
+    text that was found again counts where it is best.
 
     Args:
-        steps: What each found, with what it has for a score, earliest first.
+        steps: Texts that each step found, with their scores, earliest step first.
 
     Returns:
-        By text, in the order in which they were first found; None if that order says it all.
+        Scores by text, in the order first found; None if that order is all that is known.
     """
     found = [step for step in steps if step]
     own = [whole_scores(score for _, score in step) for step in found]

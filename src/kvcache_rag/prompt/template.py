@@ -1,9 +1,9 @@
 """How a prompt is written: shared prefix, wrapped chunks, then history and question.
 
 The order is fixed, because everything before a chunk is part of that chunk's cache: prefix
-(instruction), chunks, history and question.  With a chat template the chunks stand at the end of
-the system message; templates without a system role get them in the first user message.  Prefix,
-each chunk and the query are tokenised apart, so that the cached and the plain path use the same
+(instruction), chunks, history and question.  With a chat template the chunks are at the end of the
+system message; templates without a system role get them in the first user message.  Prefix, each
+chunk and the query are tokenised separately, so that the cached and the plain path use the same
 ids.
 """
 
@@ -56,7 +56,7 @@ _SPEAKERS: Final[dict[Any, tuple[str, ...]]] = {
 }
 
 SpecialTokens: TypeAlias = Literal["text", "allow"]
-"""What the literals of a tokenizer's added tokens are where users or documents bring them."""
+"""How literals of a tokenizer's added tokens are read in texts of users and documents."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,16 @@ class PromptTemplate(NamedArguments):
     Attributes:
         system: Instruction before the chunks; part of every chunk's cache.
         chunk_start: Written before each chunk's text.
-        chunk_end: Written behind it.
+        chunk_end: Written after it.
         question: Form of the question, with `{question}`.
         refine: Form of a later round of `overflow="refine"`, with `{question}` and `{answer}`.
-        template_date: Date for chat templates that print one; None pins `DEFAULT_DATE` if the
-            template does.
+        template_date: Date for chat templates that print one; None for `DEFAULT_DATE`.
         chat_template_kwargs: Further values for the chat template, such as `{"enable_thinking":
             False}`.
-        special_tokens: What a literal such as `<|im_end|>` is in a document, a question or the
-            history: "text", or "allow" for the control token that the tokenizer reads (only where
-            every text can be trusted).
-        chat_template: Jinja chat template in place of the tokenizer's; None for that.
+        special_tokens: How a literal such as `<|im_end|>` in a document, question or history is
+            read: as "text", or with "allow" as the tokenizer's control token (only if every text
+            can be trusted).
+        chat_template: Jinja chat template; None for the tokenizer's.
     """
 
     system: str = DEFAULT_SYSTEM
@@ -123,7 +122,7 @@ class PromptTemplate(NamedArguments):
 
     @classmethod
     def load(cls, folder: Path) -> PromptTemplate | None:
-        """The template that a model brings along (`prompt_template.json` in its folder), or None.
+        """The template that comes with a model (`prompt_template.json` in its folder), or None.
 
         Raises:
             InvalidInputError: If the file is not a JSON object of this class's text fields.
@@ -143,14 +142,14 @@ class PromptTemplate(NamedArguments):
         return cls(**values)
 
     def wrap(self, text: str) -> str:
-        """A chunk as it stands in the prompt."""
+        """A chunk as written in the prompt."""
         return f"{self.chunk_start}{text}{self.chunk_end}"
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What an answer ends before, as it would go on with a document: tags and labels.
+        """Tags and labels that end an answer, because a document would follow them.
 
-        A tag such as `<doc>` ends it anywhere, a label such as `Document:` where a line begins.
+        A tag such as `<doc>` ends it anywhere, a label such as `Document:` at the start of a line.
         """
         texts = (self.chunk_start, self.chunk_end)
         labels = [text.strip() for text in texts if text.rstrip().endswith(":")]
@@ -158,7 +157,7 @@ class PromptTemplate(NamedArguments):
         return (*dict.fromkeys(tags), *(f"\n{label}" for label in labels))
 
     def ask(self, question: str) -> str:
-        """The question as it stands in the last user message."""
+        """The question as written in the last user message."""
         return self.question.replace("{question}", question)
 
     def ask_again(self, question: str, answer: str) -> str:
@@ -169,12 +168,12 @@ class PromptTemplate(NamedArguments):
 
 @dataclass(frozen=True)
 class ChatArguments:
-    """What the chat template is given beside the messages, for one question.
+    """What the chat template gets besides the messages, for one question.
 
     Attributes:
-        tools: That the answer may call, each `{"type": "function", "function": {...}}`.
-        values: Of the template's variables, such as `{"enable_thinking": False}`; they win over
-            those of `PromptTemplate.chat_template_kwargs`.
+        tools: Tools that the answer may call, each `{"type": "function", "function": {...}}`.
+        values: Values of the template's variables, such as `{"enable_thinking": False}`; they
+            override `PromptTemplate.chat_template_kwargs`.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -186,11 +185,11 @@ class ChatArguments:
         tools: Sequence[Mapping[str, Any]] | None,
         values: Mapping[str, Any] | None,
     ) -> ChatArguments | None:
-        """None where nothing is said.
+        """Checked arguments; None if both are empty.
 
         Raises:
-            InvalidInputError: If a tool is no description of a function, or `values` are no names
-                of the template's own variables.
+            InvalidInputError: If a tool does not describe a function, or `values` is not a dict of
+                the template's own variables.
         """
         tools = check_list("tools", tools, "descriptions of functions")
         if not tools and not values:
@@ -231,8 +230,8 @@ def as_messages(history: Sequence[Message | Mapping[str, Any]] | None) -> list[d
     An assistant's turn may have `tool_calls`, and a tool's turn `name` and `tool_call_id`.
 
     Raises:
-        InvalidInputError: If a turn has no role and content, or is a system message (it belongs to
-            the template).
+        InvalidInputError: If a turn has no role and content, or is a system message (which belongs
+            in the template).
     """
     turns = []
     for index, turn in enumerate(check_list("history", history, "messages")):

@@ -1,4 +1,4 @@
-"""Words of a text, as answers are compared."""
+"""Words of a text, for comparing answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent states through the chunks of a prompt, from left to right.
+"""Carry recurrent states through the chunks of a prompt, from left to right.
 
 Each chunk was computed behind the prefix alone, so its final state says what it makes of the
 prefix's; `A` of its tokens says what it makes of any other (`kv/chunk.StateLayout`):

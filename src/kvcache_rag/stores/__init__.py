@@ -1,6 +1,6 @@
-"""Where chunks are kept: in memory, on disk, on a remote, and one in front of the other.
+"""Where chunks are kept: in memory, on disk, on a remote, or in tiers of these.
 
-Names are loaded when they are first used: who lists a folder needs no torch.
+Names are loaded on first use, so listing a folder needs no torch.
 """
 
 from __future__ import annotations

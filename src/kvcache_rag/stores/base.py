@@ -1,8 +1,7 @@
 """The contract of every store, and what all stores share: checks and counters.
 
-A store maps `ChunkKey` to `ChunkKV`.  It never fails a question: what cannot be read is a miss,
-what cannot be written is counted.  It knows nothing of models; the shapes it may expect are handed
-in as a `ChunkLayout`.
+A store maps `ChunkKey` to `ChunkKV`.  It never fails a question: a failed read is a miss, a failed
+write is counted.  It knows nothing of models; callers pass the expected shapes as a `ChunkLayout`.
 """
 
 from __future__ import annotations
@@ -66,22 +65,22 @@ class StoreStats:
     Every `get` counts once: as a hit, a miss, a corrupt or an untrusted file.
 
     Attributes:
-        hits: Chunks given back, per tier.
+        hits: Chunks returned, per tier.
         misses: Keys that were not held, or could not be read.
-        corrupt: Files quarantined because they were not what they should be.
+        corrupt: Files quarantined because they were damaged or not the chunk.
         untrusted: Files left alone because the store's signing key did not sign them.
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
-        declined: Chunks that were used and not kept, because a limit left no room for them in time:
-            another process was dropping what is too much.
-        evictions: Chunks dropped to stay under the limit, or because they were too old.
-        last_failure: What the last write that failed or was declined said, or the last failed
-            operation of a remote; "" when none failed.
-        failures: Operations of a remote that failed, ran out of time or were skipped after such.
+        declined: Chunks that were used but not kept, because another process was still making room
+            under a limit.
+        evictions: Chunks dropped by a limit or their age.
+        last_failure: Reason of the last failed or declined write, or failed remote operation; "" if
+            none failed.
+        failures: Remote operations that failed, timed out or were skipped after such failures.
         bytes_read: Bytes of the hits, per tier: file bytes, or tensors and token ids in memory.
         bytes_written: Bytes of the chunks written, per tier.
-        seconds: Wall seconds that the hits took, per tier.
+        seconds: Wall seconds of the hits, per tier.
     """
 
     hits: dict[str, int]
@@ -102,13 +101,13 @@ class StoreStats:
 class ChunkStore(NamedArguments, ABC):
     """Chunks by key.
 
-    Every method may be called from any thread, and for stores on disk from any process.  Keys
-    whose digest or spec is not 64 hexadecimal digits are refused with `InvalidInputError`, as are
-    a chunk or an `out` whose shapes are not those of the key and the layout.
+    Every method may be called from any thread, and for stores on disk from any process.  A key
+    whose digest or spec is not 64 hexadecimal digits raises `InvalidInputError`, as does a chunk or
+    an `out` whose shapes do not fit the key and the layout.
 
     Attributes:
         tier: Name under which hits are counted.
-        excludes_processes: Whether `locked` excludes other processes, not only other threads.
+        excludes_processes: Whether `locked` excludes other processes too.
     """
 
     tier: str
@@ -121,56 +120,56 @@ class ChunkStore(NamedArguments, ABC):
 
     @abstractmethod
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back a chunk.
+        """Return a chunk.
 
         Args:
             key: Its address.
             layout: The shapes and dtype its tensors must have.
-            out: Where to put the tensors, `key.tokens` long, possibly strided views; its `tokens`
-                are filled in too, its `start` must be the key's.  On an error their content is
-                undefined.  On a CUDA device it is filled for whatever the current stream is told
-                afterwards; the caller need not wait.  Without it the result may be shared with
-                other callers and must not be written to.
+            out: Where to put the tensors, `key.tokens` long, possibly strided views.  Its `tokens`
+                are filled too; its `start` must be the key's.  On an error its content is
+                undefined.  On a CUDA device, later work on the current stream sees it filled; the
+                caller need not wait.  Without `out`, the result may be shared with other callers
+                and must not be written to.
 
         Raises:
             ChunkNotFoundError: If the key is not held.
             CorruptChunkError: If it was held but is damaged or not this chunk; it is quarantined
                 first.
-            UntrustedChunkError: If the store has a signing key, which did not sign what it holds;
-                that is left as it is.
+            UntrustedChunkError: If the store's signing key did not sign what it holds, which is
+                left as it is.
             InvalidInputError: If the key or `out` cannot be used.
         """
 
     @property
     def gives_encoded(self) -> bool:
-        """Whether `encoded` can be asked: all that it holds is in a form that attention reads."""
+        """Whether `encoded` works: all chunks are held in a form that attention reads."""
         return False
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
-        """Give back a chunk in the form in which it is kept; counts and raises as `get` does.
+        """Return a chunk in its stored form; counts and raises like `get`.
 
         Args:
             key: Its address.
-            layout: The shapes and dtype that its tensors stand for.
-            room: Memory that may be used, until its giver uses it otherwise, by a chunk that is
-                read for this call alone; None for memory of its own.
+            layout: The shapes and dtype of the decoded tensors.
+            room: Memory for a chunk that is read for this call alone, valid until its owner reuses
+                it; None for new memory.
         """
         del layout, room
         raise ChunkNotFoundError(f"chunk {key.digest} is not kept in a form to be attended to")
 
     @abstractmethod
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
-        """Keep a chunk; True when it is kept.
+        """Store a chunk; True if it is kept.
 
-        A failure to write is counted in `stats`, never raised.  A chunk larger than a limit is
-        never kept; one for which there is no room in time is declined.  An older chunk of the same
-        key is replaced; readers see the old one or the new one, never a mixture.
+        A failed write is counted in `stats`, never raised.  A chunk larger than a limit is not
+        kept; one that finds no room in time is declined.  It replaces an older chunk of the same
+        key; readers see the old or the new one, never a mixture.
 
         Args:
             key: Its address.
-            chunk: What is kept.
-            generation: That of the namespace when the chunk was begun; None for that of now.  If
-                the namespace was deleted since, the chunk is not kept.
+            chunk: The chunk.
+            generation: The namespace's generation when the chunk was begun; None for the current
+                one.  If the namespace was deleted since, the chunk is not kept.
         """
 
     @abstractmethod
@@ -178,69 +177,67 @@ class ChunkStore(NamedArguments, ABC):
         """Whether the key is held now; it may be gone a moment later."""
 
     def locate(self, key: ChunkKey) -> str | None:
-        """Name of the tier that holds the key now, None when none does; opens no chunk."""
+        """Name of the tier that holds the key now, or None; reads no chunk."""
         return self.tier if self.contains(key) else None
 
     def touch(self, key: ChunkKey) -> None:
-        """Note that the key was used, so that others are evicted before it; best effort.
+        """Note that the key was used, so that others are evicted first; best effort.
 
-        `get` notes it by itself.  A store in front of this one calls it when it answers instead.
+        `get` does so itself.  A store in front of this one calls it when it answers instead.
         """
         del key
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
-        """Drop a chunk at once; True when it was held."""
+        """Drop a chunk at once; True if it was held."""
 
     @abstractmethod
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
-        """Drop everything of a namespace at once, and begin its next generation.
+        """Drop everything in a namespace at once and begin its next generation.
 
-        No byte of it is left in this process and on its media when the call returns; the memory of
-        other processes forgets it when they look at `generation` again.  The namespace may be used
-        again afterwards.
+        When the call returns, no byte of it is left in this process or on its media.  Other
+        processes drop it from memory when they next look at `generation`.  The namespace may then
+        be used again.
 
         Args:
-            namespace: Which.
-            generation: The number of the next generation, where another tier has it already; None
-                for the present time.
+            namespace: The namespace.
+            generation: The next generation, if another tier has it already; None for a new one by
+                the time.
 
         Returns:
             How many chunks were dropped.
 
         Raises:
-            OSError: If something of it could not be dropped.
+            OSError: If something could not be dropped.
         """
 
     @abstractmethod
     def generation(self, namespace: str) -> int:
         """A number that grows whenever any process deletes the namespace; at first 0.
 
-        It is the larger of the number before plus one and the time in nanoseconds, so that numbers
-        of two tiers say which was deleted later.  It grows before the first byte goes and again
-        after the last one went: what was copied meanwhile is told to be stale.  Cheap, and never an
-        error.
+        It is above the last number and the time in nanoseconds, so two tiers' numbers show which
+        was deleted later.  It grows before the first byte is deleted and again after the last,
+        which marks copies made meanwhile as stale.  The call is cheap and never raises.
         """
 
     @abstractmethod
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[object]:
         """Hold the locks of `keys`, so that a missing chunk is computed once.
 
-        All stripes are taken in one order, so two callers with overlapping keys cannot block each
-        other for ever.  Nesting is not allowed.  A directory in which no lock can be made
-        (read-only) gives no lock and no error.
+        Locks are taken in one order, so callers with overlapping keys cannot deadlock.  Nesting is
+        not allowed.  A read-only directory gives no lock and no error.
         """
 
     @abstractmethod
     def sweep(self) -> int:
-        """Drop what is too old, and the least recently used above the limit.
+        """Drop chunks that are too old, and the least recently used above the limit.
 
         Returns:
-            How many chunks were dropped; 0 when another sweep is running.
+            How many chunks were dropped; 0 if another sweep is running.
         """
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
-        """Note which model a spec belongs to, for people who look after the store; best effort."""
+        """Note which model a spec belongs to, for people who maintain the store; best effort."""
         del spec, namespace, description
 
     def close(self) -> None:
@@ -340,10 +337,10 @@ def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:
 
 
 def check_store(name: str, store: object) -> None:
-    """Refuse an argument that is no store; None is for whoever has a store of its own.
+    """Refuse an argument that is not a store or None.
 
     Raises:
-        InvalidInputError: Saying what makes one of a folder's name.
+        InvalidInputError: Saying how to make one from a folder's name.
     """
     if store is not None and not isinstance(store, ChunkStore):
         given = f"DiskStore({store!r})" if isinstance(store, str) else "a MemoryStore or DiskStore"

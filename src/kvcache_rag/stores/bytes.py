@@ -1,7 +1,7 @@
-"""Bytes by name: all that a place has to be able to do in which chunks are kept.
+"""Bytes by name: all that a place for chunks has to do.
 
-What chunks need beyond that stands once, above every place (`stores.stored`): their files, codecs,
-checksums and signatures, limits, deletion, counters.
+`stores.stored` adds what chunks need beyond that, for every place: files, codecs, checksums and
+signatures, limits, deletion, counters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 Blob: TypeAlias = "bytes | bytearray | memoryview | FileIO"
-"""What a name stands for: its bytes, or an open file, which is read from where it is needed."""
+"""The content of a name: its bytes, or an open file to read parts from."""
 
 GENERATION = "generation"
-"""Last part of the name that outlives the deletion of a folder: it says that there was one."""
+"""Last part of the name that survives the deletion of its folder, to record it."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Entry:
     """What is known of a name without reading its bytes.
 
     Attributes:
-        name: The whole name.
-        nbytes: How many bytes it stands for.
-        written: When they were put, in seconds since the epoch.
-        used: When they were put or read last.
+        name: The full name.
+        nbytes: Size of its content in bytes.
+        written: When it was put, in seconds since the epoch.
+        used: When it was last put or read.
     """
 
     name: str
@@ -46,28 +46,28 @@ class Entry:
 
 
 class ByteStore(ABC):
-    """A place for bytes, which knows nothing of chunks.
+    """A place for bytes that knows nothing of chunks.
 
     Names are paths of digits, letters, `.` and `-`, with `/` between their parts.  Every method may
-    be called from any thread.  What a place cannot do raises `OSError`: above, that is a miss or is
-    counted, and fails no question.
+    be called from any thread.  A failed operation raises `OSError`; the store counts it, as a miss
+    when reading, and no question fails.
 
     Attributes:
-        excludes_processes: Whether `lock` excludes other processes, not only other threads.
+        excludes_processes: Whether `lock` excludes other processes too.
     """
 
     excludes_processes: bool = False
 
     @abstractmethod
     def get(self, name: str, most: int | None = None) -> Blob | None:
-        """What a name stands for, whole as it was put; None if nothing.  It counts as used.
+        """Return the content of a name as it was put, or None; counts as use.
 
         Args:
-            name: Which.
-            most: How many of its first bytes are enough.
+            name: The name.
+            most: How many of its first bytes suffice.
 
         Raises:
-            CorruptChunkError: If something stands there that cannot have been put.
+            CorruptChunkError: If the content cannot have been put there.
         """
 
     @abstractmethod
@@ -77,13 +77,13 @@ class ByteStore(ABC):
         pieces: Sequence[Buffer],
         allowed: Callable[[], bool] | None = None,
     ) -> bool:
-        """Let a name stand for bytes; whoever reads it has the old ones or all of the new ones.
+        """Set the content of a name; readers get the old bytes or all of the new ones.
 
         Args:
-            name: Which.
+            name: The name.
             pieces: The bytes, in order.
-            allowed: Asked when they are written and before anybody can read them; after a False
-                nobody ever does.  Without it they may be lost in a power cut.
+            allowed: Called after writing, before anybody can read the bytes; if it returns False
+                nobody ever can.  Without it a power cut may lose them.
 
         Returns:
             Whether they can be read now.
@@ -91,31 +91,31 @@ class ByteStore(ABC):
 
     @abstractmethod
     def delete(self, names: Iterable[str], *, damaged: Blob | None = None) -> int:
-        """Let names stand for nothing; whoever reads one reads on.
+        """Delete names; reads in progress go on.
 
         Args:
-            names: Which; one that ends with `/` means all names that begin so, but for `GENERATION`
-                right below it.
-            damaged: What `get` gave, if that is why.  It may be kept aside, for people.
+            names: The names; one that ends with `/` means all names below it except `GENERATION`
+                directly below it.
+            damaged: What `get` returned, if it was damaged.  It may be kept aside, for people.
 
         Returns:
-            How many of those that end with `.safetensors` stood for something.
+            How many existing names ending with `.safetensors` were deleted.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> Iterable[Entry]:
-        """What there is: of one name, or of all that begin with a `prefix` that ends with `/`.
+        """Entries of one name, or of all names below a `prefix` that ends with `/`.
 
-        Those of one first part come one after the other.
+        Names with the same first part come one after the other.
         """
 
     @abstractmethod
     def lock(self, name: str, patience: float | None = None) -> AbstractContextManager[bool]:
-        """Hold a lock, whose name is none of bytes; gives whether it is held.
+        """Hold a lock, whose name has no content; yields whether it is held.
 
         Args:
-            name: Which.
-            patience: Seconds after which it gives False; None to wait as long as it takes.
+            name: Name of the lock.
+            patience: Seconds to wait before it yields False; None to wait without end.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
@@ -123,13 +123,13 @@ class ByteStore(ABC):
 
     @staticmethod
     def covers(said: str, name: str) -> bool:
-        """Whether `delete` of what is said deletes a name, too."""
+        """Whether `delete` of `said` also deletes a name."""
         below = said.endswith("/") and name.startswith(said)
         return name == said or (below and name != said + GENERATION)
 
 
 class MemoryBytes(ByteStore):
-    """Bytes in the memory of this process: as plain as a place can be."""
+    """Bytes in the memory of this process: the simplest place."""
 
     def __init__(self) -> None:
         """Hold nothing."""

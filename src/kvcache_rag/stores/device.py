@@ -1,4 +1,4 @@
-"""Memory of chunks, this machine's and devices', and the way between them.
+"""Memory for chunks on this machine and its devices, and transfers between them.
 
 Where a chunk is kept (`Home`); copying to a device beside the computing on it (`Lane`, the only
 CUDA-specific code of the stores); whole chunks along a lane (`Staged`, `deliver`, `moved`).

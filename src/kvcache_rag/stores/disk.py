@@ -30,15 +30,15 @@ class DiskStore(StoredChunks):
 
     A chunk is published by renaming a finished file, read with its own descriptor, checked byte for
     byte and never modified in place.  Locks exclude the processes of one machine; two machines on a
-    shared folder may compute a chunk once each, and both are right.
+    shared folder may each compute the same chunk, which does no harm.
 
-    Opened for one namespace it serves the keys of that namespace only, and opens, lists, looks at
-    and locks nothing outside that namespace's own folder.
+    A store opened for one namespace serves only its keys, and opens, lists and locks nothing
+    outside that namespace's folder.
 
     Attributes:
-        root: The folder; it is made when missing.
+        root: The folder; it is created if missing.
         durable: Whether a chunk is on the medium when `put` returns.  False saves about four fifths
-            of the time; a power cut then costs chunks, never their correctness.
+            of the time; a power cut may then lose chunks, but never corrupts answers.
     """
 
     _DAMAGED = "the file of chunk {} was put aside"
@@ -60,10 +60,10 @@ class DiskStore(StoredChunks):
         tier: str = "disk",
         signing_key: KeySource = None,
     ) -> None:
-        """Open a folder; one that cannot be written serves what it holds.
+        """Open a folder; if it is not writable, it serves what it holds.
 
         Raises:
-            InvalidInputError: If `root` is a file or below one, or as of any `StoredChunks`.
+            InvalidInputError: If `root` is a file or below one, or as for `StoredChunks`.
             MissingExtraError: If there is a key and `cryptography` is not installed.
         """
         check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
@@ -106,7 +106,7 @@ class DiskStore(StoredChunks):
         return opener, (kind, (), {**options, "root": root})
 
     def path(self, key: ChunkKey) -> Path:
-        """Where the file of `key` is or would be."""
+        """Path of the file of `key`, whether it exists or not."""
         return Path(self.place.path(self._name(key)))
 
     def touch(self, key: ChunkKey) -> None:

@@ -1,7 +1,7 @@
-"""Files and folders below a root, whatever others put in their place.
+"""Files and folders below a root, safe against whatever others put in their place.
 
 A link, a pipe, a socket or a device in place of a file is neither opened nor followed; a link in
-place of a folder is refused.  What is made here is for this user only.
+place of a folder is refused.  Everything made here is for this user only.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def why_unwritable(path: str | os.PathLike[str]) -> str:
 
 
 def private_folder(path: str) -> None:
-    """Make a folder and what is missing above it, for this user only, whatever the umask.
+    """Make a folder and missing parents, for this user only, whatever the umask.
 
-    One that is there is left as it is; `os.makedirs` makes those above as the umask has it.
+    Existing ones are left as they are.  `os.makedirs` would give the parents the umask's rights.
 
     Raises:
         OSError: If it cannot be made.

@@ -1,4 +1,4 @@
-"""Bytes in a folder, one file a name, shared by every process that opens it.
+"""Bytes in a folder, one file per name, shared by every process that opens it.
 
     root/<name>                           a file, published in one step by renaming it
     root/<folder of a name>/.tmp-*        one that is being written

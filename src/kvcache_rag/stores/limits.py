@@ -1,4 +1,4 @@
-"""What has to go from a place: what is too old, the least recently used above a limit, leftovers.
+"""What a place must drop: old chunks, the least recently used above a limit, leftovers.
 
 A limit is kept by making room before a chunk is put: whoever puts one adds its bytes to a count
 (`used`), under a lock, and looks at everything when the count is above the limit.

@@ -1,4 +1,4 @@
-"""What lies in the folder of a store on disk, for people who look after it."""
+"""What is in the folder of a store on disk, for people who maintain it."""
 
 from __future__ import annotations
 

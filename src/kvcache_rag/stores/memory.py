@@ -1,4 +1,4 @@
-"""Chunks in the memory of this process, least recently used first out."""
+"""Chunks in the memory of this process; the least recently used is dropped first."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def _dropped(chunks: Chunks, key: ChunkKey) -> bool:
 class MemoryStore(Tier):
     """Up to `max_bytes` of chunks in memory, shared by the threads of this process.
 
-    That is main memory, or a device's, where chunks are used without crossing a bus; in front of a
-    store in main memory and one on disk it is the fastest tier.  A chunk that was evicted lives on
-    while somebody uses it, so memory may exceed the limit by the chunks in use.
+    The memory is main memory or a device's, whose chunks cross no bus and which can be the fastest
+    tier, before main memory and disk.  An evicted chunk stays while it is in use, so memory may
+    exceed the limit by the chunks in use.
 
     Attributes:
         max_bytes: Limit on keys, values and token ids, in bytes.
-        ttl: Seconds from a chunk's `put` to its end, used or not; None for no end.  What a slower
-            tier had before is not counted: the times of tiers add up.
+        ttl: Seconds that a chunk is kept after its `put`, used or not; None for no end.  Time in a
+            slower tier is not counted: the times of tiers add up.
         home: Which memory; PyTorch rounds pinned tensors up to powers of two.
         tier: Name under which hits are counted: "memory", or "device" for a device's.
-        codec: Form in which chunks are kept: `Native`, or that of the tiers behind this one, with
-            `Int8` of half the size; on a CPU a question attends to them as they lie.
+        codec: Form in which chunks are kept: `Native`, or the form of the slower tiers.  `Int8`
+            takes half the size, and attention on a CPU reads it directly.
     """
 
     _DAMAGED = "chunk {} was kept in another form"
@@ -107,15 +107,15 @@ class MemoryStore(Tier):
         Args:
             max_bytes: Limit in bytes.
             device: Whose memory: "cpu" for main memory, or the model's device, such as "cuda".
-            pinned: Whether main memory is pinned, so that a CUDA device fetches chunks from it
-                while the processor goes on.
+            pinned: Whether main memory is pinned, so that a CUDA device fetches chunks while the
+                CPU works on.
             ttl: Seconds for which a chunk is kept.
             tier: Another name than "memory" or "device".
             codec: `Int8()` or "int8" in front of a store of that codec; None for `Native()`.
 
         Raises:
-            InvalidInputError: If `ttl` is not above zero, or there is no such memory, or it keeps
-                no chunks in the form of the codec.
+            InvalidInputError: If `ttl` is not above zero, there is no such memory, or it cannot
+                keep chunks in the codec's form.
         """
         check_settings(MemoryStore.__init__, locals(), infinite=("ttl",))
         self.max_bytes = max_bytes
@@ -154,7 +154,7 @@ class MemoryStore(Tier):
             yield self._chunks
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back the kept chunk itself; what is kept in a codec's form is decoded into `out`."""
+        """Return the kept chunk itself, or decode it into `out` if kept in a codec's form."""
         if out is not None:
             check_out(check_key(key), layout, out)
 
@@ -170,7 +170,7 @@ class MemoryStore(Tier):
         return Hit(self._counted(key, read), self.tier)
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
-        """Give back the kept chunk itself."""
+        """Return the kept chunk itself."""
         if not self.gives_encoded:
             return super().encoded(key, layout, room)
 
@@ -203,7 +203,7 @@ class MemoryStore(Tier):
         return self._keep(key, lambda: private_copy(chunk, self.home), size, generation)
 
     def keep(self, key: ChunkKey, chunk: EncodedChunk, generation: int | None = None) -> bool:
-        """Keep a chunk itself, of this store's codec, which nobody writes to; as `put` does."""
+        """Like `put`, but keep an encoded chunk of this store's codec itself; never write to it."""
         check_key(key)
         return self._keep(key, lambda: chunk, size_in_memory(chunk), generation)
 
@@ -257,7 +257,7 @@ class MemoryStore(Tier):
             return _dropped(chunks, key)
 
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
-        """Forget every chunk of a namespace; who uses a chunk keeps it meanwhile."""
+        """Drop every chunk of a namespace; callers that use one keep it meanwhile."""
         check_name("namespace", namespace)
         with self._alone() as chunks:
             last = self._generations[namespace]
@@ -278,7 +278,7 @@ class MemoryStore(Tier):
         return self._stripes.hold([check_key(key).digest[:2] for key in keys])
 
     def sweep(self) -> int:
-        """Drop old chunks, as every `put` does; the limit is kept by `put`."""
+        """Drop old chunks, as every `put` does; `put` also keeps the limit."""
         with self._alone():
             return self._drop_expired()
 

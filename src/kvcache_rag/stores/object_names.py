@@ -1,4 +1,4 @@
-"""The names under which everything of a store is kept, in every place.
+"""The names of everything that a store keeps, in every place.
 
     <namespace>/generation                        a number that grows when the namespace is deleted
     <namespace>/used  used                        bytes, for a limit of its own or on all of them

@@ -1,6 +1,6 @@
 """Chunks on a remote that many machines share: object storage, or a mounted folder.
 
-fsspec moves the bytes and nothing else; what they are is checked here, as on disk.
+fsspec only moves the bytes; they are checked here, as on disk.
 """
 
 from __future__ import annotations
@@ -223,18 +223,18 @@ def _entry(name: str, info: Mapping[str, Any]) -> Entry:
 
 
 class RemoteStore(StoredChunks):
-    """Chunks under a URL; put it behind a `DiskStore` with `TieredStore`.
+    """Chunks under a URL; put a `DiskStore` in front of it with `TieredStore`.
 
-    A failing remote never fails a question.  Whatever a driver raises, and an answer that does not
-    come within `timeout`, is a miss; after three failures in a row, or one that ran out of time,
-    the remote is skipped for `pause` seconds, then tried by one call.  Locks exclude the threads of
-    this process only, there is no limit on the bytes kept, and `sweep` runs when it is called.
+    A failing remote never fails a question.  Any error of the driver, or no reply within `timeout`,
+    is a miss.  After three failures in a row, or one timeout, the remote is skipped for `pause`
+    seconds, then tried with one call.  Locks only exclude threads of this process, the bytes kept
+    have no limit, and `sweep` only runs when called.
 
     Attributes:
-        url: Where, without credentials.
+        url: The URL without credentials.
         timeout: Seconds that one call may take; a `put` makes two, a `get` of a damaged object
             three, all others one.
-        retries: How often a failed call is made again within that time.
+        retries: How often a failed call is repeated within that time.
         pause: Seconds for which a failing remote is skipped.
         max_object_bytes: Larger chunks are neither written nor read.
     """
@@ -257,20 +257,21 @@ class RemoteStore(StoredChunks):
         tier: str = "remote",
         signing_key: KeySource = None,
     ) -> None:
-        """Name a remote; it is not called yet.
+        """Set up a remote; it is not called yet.
 
         Args:
-            url: `s3://bucket/folder`, `gs://`, `az://`, `file:///folder`, or another of fsspec's.
+            url: `s3://bucket/folder`, `gs://`, `az://`, `file:///folder`, or another that fsspec
+                knows.
             codec: The form of the chunks, such as `Int8()` or "int8"; None for `Native()`.
             storage_options: Arguments of the driver: credentials, `endpoint_url`, ...  They appear
                 in no message.
-            timeout: See the attributes, also for the others.
-            retries: See there.
-            pause: See there.
-            max_object_bytes: See there.
+            timeout: See the attributes.
+            retries: See the attributes.
+            pause: See the attributes.
+            max_object_bytes: See the attributes.
             tier: Name under which hits are counted.
-            signing_key: A key, its bytes or its file; None for that of the environment
-                (`KVCACHE_RAG_SIGNING_KEY`), or none.
+            signing_key: A key, its bytes or its file; None for the environment's
+                (`KVCACHE_RAG_SIGNING_KEY`), if set.
 
         Raises:
             InvalidInputError: If the URL, a number or the key cannot be used.
@@ -326,13 +327,13 @@ class RemoteStore(StoredChunks):
         return super()._blob(name, spec)
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
-        """Nothing: nobody looks into a bucket for that."""
+        """Do nothing: nobody looks in a bucket for that."""
         del spec, namespace, description
 
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
-        """Remove every object of the namespace, even when the remote is being skipped.
+        """Remove every object of the namespace, even while the remote is being skipped.
 
-        In a bucket that keeps old versions of objects, those stay until its own rules drop them.
+        A bucket that keeps old versions keeps these until its own rules drop them.
         """
         with self.place.insisting():
             try:
@@ -341,7 +342,7 @@ class RemoteStore(StoredChunks):
                 self._generations.pop(namespace, None)
 
     def generation(self, namespace: str) -> int:
-        """A small object of the remote, looked at every five seconds at most."""
+        """A small object on the remote, read at most every five seconds."""
         looked, last = self._generations.get(namespace, (-_RECHECK, 0))
         if time.monotonic() - looked < _RECHECK:
             return last

@@ -1,4 +1,4 @@
-"""Runs of bytes: reading a file, or bytes that are here, straight to where they go.
+"""Runs of bytes: read a file, or bytes in memory, straight to their destination.
 
 A chunk's place in a larger buffer is many runs of bytes with gaps between them; one `preadv` fills
 many runs.

@@ -1,10 +1,9 @@
-"""Who wrote a chunk's file: a keyed MAC over every byte of it, for folders that others can write.
+"""Authenticate a chunk's file with a keyed MAC over every byte, for folders that others can write.
 
-The checksum of a file tells damage; whoever changes a file can compute it anew.  A MAC can be
-computed by those alone who have the key.  It is GMAC: AES-256-GCM over the whole file as associated
-data (NIST SP 800-38D), the fastest that was measured.  It stands at the
-end of the header's `provenance`, so that readers without a key, older ones included, read the file
-as any other:
+A file's checksum detects damage, but whoever changes the file can compute it anew.  A MAC can only
+be computed with the key.  It is GMAC: AES-256-GCM over the whole file as associated data (NIST SP
+800-38D), the fastest that was measured.  It is at the end of the header's `provenance`, so that
+readers without a key, older ones included, read the file as any other:
 
     "provenance": "kvcache-rag 0.1.0 gmac-<key id>-<nonce>-<tag>"
 
@@ -114,19 +113,19 @@ class Authenticator:
 
 
 class SigningKey:
-    """A secret that a folder's readers and writers share, and nobody else.
+    """A secret that only a folder's readers and writers share.
 
-    It is in no message, `repr`, log or pickle.
+    It never appears in a message, `repr`, log or pickle.
 
     Attributes:
-        id: 16 hexadecimal digits by which files name their key; they tell nothing else of it.
+        id: 16 hexadecimal digits by which files name their key; they reveal nothing else of it.
     """
 
     def __init__(self, secret: bytes) -> None:
-        """Take a key of at least 32 bytes, random ones.
+        """Take a key of at least 32 random bytes.
 
         Raises:
-            InvalidInputError: If it is shorter, or no bytes.
+            InvalidInputError: If it is shorter, or not bytes.
             MissingExtraError: If `cryptography` is not installed.
         """
         if not isinstance(secret, bytes):
@@ -151,7 +150,7 @@ class SigningKey:
 
     @classmethod
     def of(cls, source: KeySource) -> SigningKey | None:
-        """The key that `source` is or names; without one, that of the environment, if there is one.
+        """The key that `source` is or names; for None the environment's, if set.
 
         Raises:
             InvalidInputError: If it cannot be used.
@@ -176,11 +175,11 @@ class SigningKey:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> SigningKey:
-        """The key in a file that its owner alone can read.
+        """The key in a file that only its owner can read.
 
         Raises:
             InvalidInputError: If it cannot be read, is a link or no file, others may read or write
-                it, or what it holds is no key.
+                it, or it holds no key.
         """
         return cls(secret_in_file(path, "the file of the signing key"))
 
@@ -196,11 +195,11 @@ class SigningKey:
         )
 
     def new_mac(self) -> Mac:
-        """For one file, with a fresh nonce and no tag yet."""
+        """A MAC for one file, with a fresh nonce and no tag yet."""
         return Mac(self.id, secrets.token_hex(_NONCE))
 
     def mac_in(self, provenance: str) -> Mac:
-        """The MAC of a file that says to be of this key.
+        """The MAC of a file that names this key.
 
         Raises:
             UntrustedChunkError: If it has none, or names another key.
@@ -213,16 +212,16 @@ class SigningKey:
         return mac
 
     def authenticator(self, mac: Mac, head: Buffer) -> Authenticator:
-        """What takes in the payload of a file that begins with `head`, where `mac` stands.
+        """An authenticator for the payload of a file that begins with `head`, which contains `mac`.
 
         Raises:
-            UntrustedChunkError: If `mac` does not stand there exactly once.
+            UntrustedChunkError: If `mac` does not occur there exactly once.
         """
         return Authenticator(self._gmac(bytes.fromhex(mac.nonce)), mac, head)
 
 
 KeySource: TypeAlias = "SigningKey | bytes | str | os.PathLike[str] | None"
-"""A key: itself, its bytes, or the path of its file; None for that of the environment, or none."""
+"""A key: itself, its bytes, or the path of its file; None for the environment's, if set."""
 
 
 def _derived(secret: bytes, use: bytes, size: int) -> bytes:

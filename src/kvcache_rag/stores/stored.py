@@ -1,7 +1,7 @@
-"""Chunks as files in any place for bytes: what every such store does, once.
+"""Chunks as files in any place for bytes: what all such stores share.
 
-The place (`stores.bytes`) knows names and bytes.  Here are the chunk's file (`stores.file`), codec,
-checksum or signature, what becomes of damage, limits, deletion and counters.
+The place (`stores.bytes`) knows names and bytes.  This module has the chunk's file (`stores.file`),
+codec, checksum or signature, handling of damage, limits, deletion and counters.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class StoredChunks(Tier):
         place: Where the bytes are.
         namespace: The only namespace served, None for all.
         max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  If
-            all who write have it, the files never exceed it by more than a chunk per writer.
+            all writers have it, the files exceed it by at most a chunk per writer.
         quota: Limit on the files of each namespace: one number for all, or a number by namespace.
-        ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
-            that use a place must be opened with a `ttl`, or none.
+        ttl: Seconds that a chunk is kept after writing, used or not; None for no end.  Either all
+            stores of a place have a `ttl`, or none.
         temp_age: Age in seconds from which unfinished files count as left over.
         tier: Name under which hits are counted.
-        signing_key: What files are signed by and have to be signed by; None without one.
+        signing_key: Key that signs files, and that must have signed files that are read; None for
+            none.
     """
 
     _DAMAGED = "the file of chunk {} is damaged"
@@ -96,10 +97,9 @@ class StoredChunks(Tier):
         tier: str = "stored",
         signing_key: KeySource = None,
     ) -> None:
-        """Look at nothing yet.
+        """Open the place without looking into it yet.
 
-        Without `signing_key` that of the environment (`KVCACHE_RAG_SIGNING_KEY`) holds, if there is
-        one.
+        Without `signing_key` the environment's (`KVCACHE_RAG_SIGNING_KEY`) is used, if set.
 
         Raises:
             InvalidInputError: If `ttl` is not above zero, the key cannot be used, or a setting is
@@ -130,7 +130,7 @@ class StoredChunks(Tier):
 
     # ------------------------------------------------------------------ reading
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Read a chunk, into `out` without a copy where the place gives open files."""
+        """Read a chunk, into `out` without a copy if the place gives open files."""
         spec = file_spec(object_names.check_key(key), layout, self._codec)
         if out is not None:
             check_out(key, layout, out)
@@ -204,9 +204,9 @@ class StoredChunks(Tier):
             self.place.delete([name], damaged=blob)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether there is a file for the key that is not too old.
+        """Whether the key has a file that is not too old.
 
-        It is opened only where there is a signing key: what does not name that key is not held.
+        With a signing key the file is opened: one that does not name that key is not held.
         """
         name = self._name(key)
         try:
@@ -270,7 +270,7 @@ class StoredChunks(Tier):
         return is_room
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
-        """Note what `spec` stands for; it is written beside the first chunk that is put."""
+        """Note what `spec` stands for; it is written with the first chunk that is put."""
         self._check_namespace(namespace)
         self._described[object_names.spec_name(namespace, spec)] = description
 
@@ -286,17 +286,17 @@ class StoredChunks(Tier):
                 self.place.put(name, [text.encode("ascii")])
 
     def delete(self, key: ChunkKey) -> bool:
-        """Drop a file; False when there is none or it cannot be removed."""
+        """Drop a file; False if there is none or it cannot be removed."""
         with suppress(OSError):
             return self.place.delete([self._name(key)]) > 0
         return False
 
     # ------------------------------------------------------------------ namespaces
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
-        """Drop everything of a namespace but the number of its generation.
+        """Drop everything in a namespace except its generation number.
 
-        It begins the next generation first, so that chunks that are being written are not kept, and
-        another one at the end, for those who read a chunk in between.
+        A new generation begins before the deletion, so that chunks being written are not kept, and
+        another after it, for readers in between.
 
         Raises:
             InvalidInputError: If the store serves another namespace.
@@ -376,7 +376,7 @@ class StoredChunks(Tier):
                 held -= stripes
 
     def sweep(self) -> int:
-        """Drop what is too old, unfinished or above a limit; one at a time each."""
+        """Drop what is too old, unfinished or above a limit; one sweep runs at a time."""
         dropped = 0
         with suppress(OSError):
             dropped = self._sweeper.sweep()

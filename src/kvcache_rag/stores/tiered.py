@@ -1,4 +1,4 @@
-"""A store in front of a store is a store."""
+"""A store made of stores, one in front of another."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ AnyHit = TypeVar("AnyHit", Hit, EncodedHit)
 
 
 class TieredStore(Reopened, ChunkStore):
-    """Stores from the fastest to the slowest; the last one is the truth that the others copy.
+    """Stores from the fastest to the slowest; the last one is authoritative, the others copy it.
 
-    A hit in a slower tier is put into the faster ones, and one in a faster tier counts as use in
-    the slower ones.  Locks are those of the last tier that excludes processes.
+    A hit in a slower tier is put into the faster ones; a hit in a faster tier counts as use in the
+    slower ones.  Locks are those of the last tier that excludes processes.
 
-    A namespace that another process deleted in a slower tier is forgotten in the faster ones before
-    anything of it is given back: their generation is an older one.
+    If another process deletes a namespace in a slower tier, the faster ones, whose generation is
+    then older, drop it before they return anything of it.
 
     Attributes:
         tiers: The stores, fastest first.
@@ -49,7 +49,7 @@ class TieredStore(Reopened, ChunkStore):
         """Join stores.
 
         Raises:
-            InvalidInputError: If there is none, or if two of them write different codecs.
+            InvalidInputError: If there is none, or two of them have different codecs.
         """
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
@@ -75,7 +75,7 @@ class TieredStore(Reopened, ChunkStore):
         return self.tiers[-1].codec
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back the chunk of the first tier that has it and promote it."""
+        """Return the chunk from the first tier that has it and promote it."""
         if self.gives_encoded:  # promoted as it is: what was decoded is rounded once more
             if out is not None:
                 check_out(key, layout, out)
@@ -91,7 +91,7 @@ class TieredStore(Reopened, ChunkStore):
         return all(store.gives_encoded for store in self.tiers)
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
-        """Give back the chunk of the first tier that has it and promote it as it is."""
+        """Return the chunk from the first tier that has it and promote it as it is."""
         first = self.tiers[0]
 
         def ask(store: ChunkStore) -> EncodedHit:
@@ -119,7 +119,7 @@ class TieredStore(Reopened, ChunkStore):
         raise worst or ChunkNotFoundError(f"chunk {key.digest} is not stored; prefill it")
 
     def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
-        """Write to all tiers; True when any of them kept the chunk."""
+        """Write to all tiers; True if any of them kept the chunk."""
         now = self.generation(check_key(key).namespace)
         begun = now if generation is None else generation
         kept = [store.put(key, chunk, begun) for store in self.tiers]
@@ -146,15 +146,15 @@ class TieredStore(Reopened, ChunkStore):
             store.touch(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Drop a chunk in all tiers, the slowest first: no faster one is filled again then."""
+        """Drop a chunk in all tiers, the slowest first, so that no faster one is filled again."""
         self.generation(check_key(key).namespace)  # refused before anything goes
         return sum(store.delete(key) for store in reversed(self.tiers)) > 0
 
     def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
-        """Drop a namespace in all tiers, also when one fails.
+        """Drop a namespace in all tiers, even if one fails.
 
         Returns:
-            How many chunks the tier dropped that held most.
+            How many chunks the tier with the most dropped.
         """
         last = generation or next_generation(self.generation(namespace))
         failures: list[OSError] = []
@@ -166,7 +166,7 @@ class TieredStore(Reopened, ChunkStore):
         return max(dropped)
 
     def generation(self, namespace: str) -> int:
-        """That of the slowest; a faster tier that has an older one forgets the namespace."""
+        """The newest of all tiers; a faster tier with an older one drops the namespace."""
         newest = 0
         for store in reversed(self.tiers):
             own = store.generation(namespace)
@@ -198,8 +198,7 @@ class TieredStore(Reopened, ChunkStore):
 
         Hits, bytes and seconds are per tier, `corrupt`, `evictions` and `failures` are sums.
         `misses` are keys that no tier had, `puts` are chunks that any tier kept, `put_failures` are
-        chunks that the last tier did not keep; what each tier did for itself is in the stats of
-        `tiers`.
+        chunks that the last tier did not keep.  The stats of `tiers` have each tier's own counts.
         """
         own = self._counters.stats()
         return joined(own, [store.stats() for store in self.tiers], own.put_failures)

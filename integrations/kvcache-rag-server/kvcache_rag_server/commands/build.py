@@ -1,8 +1,7 @@
 """`kvcache-rag build MODEL CORPUS --kv-dir DIR|URL`: prefill a corpus ahead of time.
 
-What is stored already is looked up and not computed.  So a build that was stopped, by Ctrl-C, by a
-kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs what
-it grew by.
+Stored chunks are looked up, not computed.  So a build stopped by Ctrl-C, a kill or a full disk
+continues when it is run again, and a corpus that grew only costs its growth.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _SHOWN = 20  # texts that are named at the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model, the corpus, the store and who computes."""
+    """Declare the model, the corpus, the store and the workers."""
     from kvcache_rag_server.corpus.worker import BuildSettings
 
     add_model(parser)
@@ -106,7 +105,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build; 0, or 1 if something of the corpus is not in the store."""
+    """Build; returns 0, or 1 if something of the corpus is not in the store."""
     _check(arguments)
     settings = _settings(arguments)
     settings.check()

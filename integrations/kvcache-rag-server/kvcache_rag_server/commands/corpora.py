@@ -1,4 +1,4 @@
-"""Where `build` takes texts from: files cut by tokens, and Chroma collections."""
+"""Sources of texts for `build`: files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PAGE: Final = 500  # rows held at a time
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of a folder that `ingest` reads, cut by tokens.
+    """A folder's files that `ingest` can read, cut by tokens.
 
     Attributes:
-        folder: Where they are.
-        settings: Whose model's tokenizer counts the tokens.
+        folder: The folder.
+        settings: Name the model whose tokenizer counts tokens.
         size: Tokens of a chunk.
         overlap: Tokens that neighbours share.
     """
@@ -67,13 +67,13 @@ def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ChromaRows:
-    """The rows of a Chroma collection, as they read in prompts.
+    """The rows of a Chroma collection, as written in prompts.
 
     Attributes:
         place: Folder of the database, or the URL of a Chroma server.
         collection: Its name.
-        form: What of a row stands in prompts; "" lets each row tell.
-        settings: Whose template wrote the chunks that the rows refer to.
+        form: How rows are written in prompts; "" lets each row tell.
+        settings: Name the template of the chunks that the rows refer to.
     """
 
     place: str

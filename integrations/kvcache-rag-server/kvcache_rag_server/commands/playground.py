@@ -1,6 +1,6 @@
-"""`kvcache-rag playground MODEL`: serve on this machine alone, and open the page that shows how.
+"""`kvcache-rag playground MODEL`: serve on this machine only, and open the playground page.
 
-Whoever serves others uses `kvcache-rag serve`, which shows the same page.
+To serve others use `kvcache-rag serve`, which has the same page.
 """
 
 from __future__ import annotations

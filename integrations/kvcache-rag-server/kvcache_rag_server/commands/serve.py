@@ -35,14 +35,14 @@ GROUPS: Final = {
     "servers of vLLM (--backend vllm)": ("base_url", "backend_key"),
     "network": ("host", "port", "allowed_hosts", "allowed_origins", "heartbeat", "grace"),
 }
-"""Options of `ServerSettings` by what they are about; with `KEYS` and the limits that is all."""
+"""Options of `ServerSettings` by topic; with `KEYS` and the limits these are all."""
 KEYS: Final = ("api_keys", "allow_anonymous")
 LEVELS: Final = ("debug", "info", "warning", "error")
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is served, where, how requests wait, and how much they may ask for."""
+    """Declare what is served, where, how requests wait, and their limits."""
     from kvcache_rag_server.settings import RequestLimits, ServerSettings
 
     _add_model(parser)
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; or make a key and leave."""
+    """Serve until Ctrl-C; or make a key and exit."""
     if arguments.new_key is not None:
         return _make_key(arguments)
     settings = settings_of(arguments)
@@ -82,11 +82,11 @@ def kept(arguments: argparse.Namespace) -> str:
 
 
 def serve(settings: ServerSettings, visit: Callable[[str], None] | None = None) -> None:
-    """Serve until Ctrl-C, and say where, and at the end what is left.
+    """Serve until Ctrl-C; say where, and at the end what is left.
 
     Args:
         settings: What to serve.
-        visit: Called with the URL of the page to look at, once it is there.
+        visit: Called with the page's URL once it is there.
     """
 
     def announce(line: str, page: str) -> None:
@@ -105,7 +105,7 @@ def serve(settings: ServerSettings, visit: Callable[[str], None] | None = None) 
 
 # ---------------------------------------------------------------------- arguments
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a model of this process and its chunks, and a file that says them and the rest."""
+    """Declare a local model and its chunks, and a settings file."""
     from kvcache_rag.settings import LocalSettings
 
     _add_model(parser)
@@ -123,7 +123,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write what our packages log to stderr, unless handlers were configured around the command."""
+    """Log our packages to stderr, unless handlers were already configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("kvcache_rag", "kvcache_rag_server", "vllm_kvcache_rag"):
@@ -135,7 +135,7 @@ def log_to_stderr(level: str) -> None:
 
 # ---------------------------------------------------------------------- settings
 def settings_of(arguments: argparse.Namespace) -> ServerSettings:
-    """What was said, by options and else by a file; the rest is as `ServerSettings` has it.
+    """Settings from options, else from a file, else the defaults of `ServerSettings`.
 
     Raises:
         InvalidInputError: If settings cannot be used, or contradict each other.

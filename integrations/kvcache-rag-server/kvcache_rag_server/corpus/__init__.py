@@ -6,6 +6,6 @@
     ray_data   workers that Ray Data places on a cluster
     run        the whole: hand out, count, show progress, tidy up
 
-There is no list of what is done: the store is the truth.  So a build that was stopped, whichever
-way, goes on where it was, and a corpus that grew costs what it grew by.
+There is no list of what is done: the store has it.  So a build that was stopped in any way
+continues, and a corpus that grew only costs its growth.
 """

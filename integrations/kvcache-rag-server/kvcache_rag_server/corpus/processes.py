@@ -1,4 +1,4 @@
-"""Workers of this machine, each a process with an engine, that may die at any moment.
+"""Workers on this machine, each a process with an engine, that may die at any moment.
 
 Whoever hands out work here knows what each worker is at.  One that dies, by a signal or for want of
 memory, is replaced, and its texts are given out again, one by one, so that a text that kills

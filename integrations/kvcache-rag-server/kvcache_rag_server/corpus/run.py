@@ -1,4 +1,4 @@
-"""A whole build: hand texts to workers, count and show what comes back, tidy up after the dead."""
+"""A whole build: give texts to workers, count and show results, tidy up after killed workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to be built: read as a stream, each given once, and what cannot be read named."""
+"""Texts to build: read as a stream, each once; unreadable ones are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine that prefills texts into a store: what it is told, what it does, what it reports.
+"""One engine that prefills texts into a store: its settings, work and reports.
 
 Settings and reports are small values: they are sent to processes and to actors, and back.
 """

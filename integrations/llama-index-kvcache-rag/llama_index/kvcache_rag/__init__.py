@@ -1,9 +1,9 @@
-"""LlamaIndex over kvcache-rag: chunks are prefilled once, little more when a question comes.
+"""LlamaIndex over kvcache-rag: chunks are prefilled once, and a question needs little more.
 
 Two lines of an app change: the LLM (`KVCacheLLM`) and the query engine (`KVCacheQueryEngine`, or
 any engine with a `KVCacheSynthesizer`); `KVCacheVectorStore`, `KVCachePrefill` and
-`KVCacheLLM.prefill` move prefilling to ingestion.  Names are imported when they are first used, so
-that a command line that only prints its help does not load torch.
+`KVCacheLLM.prefill` move prefilling to ingestion.  Names are imported on first use, so that a
+command line that only prints its help does not load torch.
 """
 
 from __future__ import annotations

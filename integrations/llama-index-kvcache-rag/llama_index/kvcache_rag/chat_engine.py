@@ -1,8 +1,7 @@
-"""LlamaIndex's condense-plus-context chat with the history behind the chunks.
+"""LlamaIndex's condense-plus-context chat with the history after the chunks.
 
-The stock engine writes the retrieved text into a system message before the history, packed into one
-text.  Here the chunks come first, so that their caches serve every turn, however long the
-conversation has become.
+The stock engine packs the retrieved text into a system message before the history.  Here the chunks
+come first, so that their caches serve every turn, however long the conversation is.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ if TYPE_CHECKING:
 class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
     """Condenses the question, retrieves, and answers from the stored KV of the chunks.
 
-    Every prompt is the engine's instruction, the chunks, the history and the question, in this
-    order.  `response.metadata["kv_cache"]` has the metrics of an answer, for a stream as soon as it
-    has ended.  Memory takes whole turns only: a question whose answer failed is not in it.
+    Every prompt has the engine's instruction, the chunks, the history and the question, in this
+    order.  `response.metadata["kv_cache"]` has the metrics of an answer, for a stream once it has
+    ended.  Memory takes whole turns only: a question whose answer failed is not in it.
 
-    One engine is one conversation.  Give every other one an engine of its own over the same LLM and
-    index: where `chat_history` is given with each call, calls at the same time get each other's.
+    One engine is one conversation.  Make another engine over the same LLM and index for every other
+    one: even if each call passes `chat_history`, simultaneous calls mix theirs up.
     """
 
     def __init__(
@@ -67,19 +66,19 @@ class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
     ) -> None:
-        """Put the parts together; `from_defaults` makes those that are not given.
+        """Put the parts together; `from_defaults` makes missing ones.
 
         Args:
             retriever: Finds the nodes.
             synthesizer: Answers from them.
             memory: Keeps the conversation.
             llm: Condenses questions.
-            system_prompt: As for `from_defaults`.
-            condense_prompt: As for `from_defaults`.
-            skip_condense: As for `from_defaults`.
-            node_postprocessors: As for `from_defaults`.
+            system_prompt: See `from_defaults`.
+            condense_prompt: See `from_defaults`.
+            skip_condense: See `from_defaults`.
+            node_postprocessors: See `from_defaults`.
             callback_manager: Traces the calls.
-            verbose: As for `from_defaults`.
+            verbose: See `from_defaults`.
         """
         super().__init__(
             retriever=retriever,
@@ -116,26 +115,26 @@ class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
         Args:
             retriever: Finds the nodes.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
-            chat_history: What was said before, for a new memory.
-            memory: Keeps the conversation; None for a buffer that forgets the oldest messages, so
-                that half of the context window is left for the chunks (this loads the model).
-            system_prompt: An instruction.  The one the chunks were computed behind is that of
-                `KVCacheLLM(system_prompt=...)`; another one stands at the beginning of each
+            chat_history: Earlier messages, for a new memory.
+            memory: Keeps the conversation; None for a buffer that forgets the oldest messages to
+                leave half the context window for the chunks (this loads the model).
+            system_prompt: An instruction.  Chunks are computed after that of
+                `KVCacheLLM(system_prompt=...)`; another one is put at the beginning of each
                 question.
             context_prompt: Not supported; see `text_qa_template` of `KVCacheSynthesizer`.
             context_refine_prompt: Not supported.
-            condense_prompt: With `chat_history` and `question`; makes a standalone question.
-            skip_condense: Whether to retrieve by the question as it was asked.
+            condense_prompt: Template with `chat_history` and `question` for a standalone question.
+            skip_condense: Whether to retrieve by the question as asked.
             node_postprocessors: Run between retrieval and answer; chunks whose text they change are
-                computed anew.
+                computed again.
             verbose: Whether to print the condensed question.
             callback_manager: None for `Settings.callback_manager`.
             options: Arguments of `KVCacheSynthesizer` (`policy`, `overflow`, `generate_kwargs`,
                 `text_qa_template`, ...).
 
         Raises:
-            InvalidInputError: If the LLM is no `KVCacheLLM`, or an option of the stock engine is
-                given that caches cannot serve.
+            InvalidInputError: If the LLM is not a `KVCacheLLM`, or caches cannot serve an option of
+                the stock engine.
         """
         makers = (cls.from_defaults, KVCacheSynthesizer)
         refuse_others(options, cls, *makers, known=FURTHER)
@@ -183,13 +182,13 @@ class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
         """Make an engine for an index.
 
         Args:
-            index: Of whatever vector store; with a `KVCacheVectorStore` its chunks are prefilled
-                already.
+            index: Over any vector store; with a `KVCacheVectorStore` its chunks are already
+                prefilled.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
             similarity_top_k: Nodes per question.
-            retriever_kwargs: Further arguments of `index.as_retriever`; the usual ones, such as
-                `filters`, may also stand among `options`.
-            options: As for `from_defaults`.
+            retriever_kwargs: Further arguments of `index.as_retriever`; usual ones, such as
+                `filters`, may also be in `options`.
+            options: See `from_defaults`.
         """
         makers = (cls.from_index, cls.from_defaults, KVCacheSynthesizer)
         refuse_others(options, cls, *makers, known=FURTHER)
@@ -202,7 +201,7 @@ class KVCacheChatEngine(NamedArguments, CondensePlusContextChatEngine):
     def chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """Answer a message; `chat_history` replaces what memory holds."""
+        """Answer a message; `chat_history` replaces the memory's content."""
         synthesizer, source, nodes = self._run_c3(message, _own(chat_history))
         response: Any = synthesizer.synthesize(message, nodes)
         text = response.response or ""

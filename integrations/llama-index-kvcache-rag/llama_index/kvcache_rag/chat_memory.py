@@ -1,4 +1,4 @@
-"""The memory of a chat that is given none."""
+"""The default memory of a chat."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A chat engine's streamed answer that stops when nobody reads on.
+"""A chat engine's streamed answer that stops when nobody reads it.
 
-LlamaIndex's own writes the answer to memory from a thread or task behind the reader's back, which
-goes on when the reader leaves and keeps the model busy.  Here reading is what moves the stream, and
-its end is what is remembered.
+LlamaIndex's own writes the answer to memory from a separate thread or task, which goes on when the
+reader leaves and keeps the model busy.  Here reading drives the stream, and the answer is
+remembered when it ends.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ dispatcher = get_dispatcher(__name__)
 class KVCacheChatResponse(StreamingAgentChatResponse):
     """A streamed answer.
 
-    Read `response_gen` or `async_response_gen()`; whoever closes it, breaks out of its loop or is
-    cancelled stops generation at the next token, and so does `close()` or `aclose()`.  The turn
-    goes into memory when the answer has ended, or when it is stopped after its first piece; a turn
-    that failed is not remembered.
+    Read `response_gen` or `async_response_gen()`.  Closing it, breaking out of its loop,
+    cancellation, `close()` or `aclose()` stop generation at the next token.  The turn goes into
+    memory when the answer has ended, or is stopped after its first piece; a failed turn is not
+    remembered.
 
     Attributes:
-        metadata: That of the nodes by their ids, and under "kv_cache" the metrics as soon as the
+        metadata: Metadata of the nodes by their ids, and the metrics under "kv_cache" once the
             answer has ended.
     """
 
@@ -88,7 +88,7 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
             await self.aclose()
 
     def close(self) -> None:
-        """Stop the answer of `stream_chat`; its reader, in whatever thread, comes to an end."""
+        """Stop the answer of `stream_chat`; its reader, in any thread, ends."""
         if self.chat_stream is None:
             return
         with self._turns_of_threads:
@@ -102,7 +102,7 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
                 self._end()
 
     async def aclose(self) -> None:
-        """Stop the answer of `astream_chat`; its reader, in whatever task, comes to an end."""
+        """Stop the answer of `astream_chat`; its reader, in any task, ends."""
         if self.achat_stream is not None:
             async with self._turns_of_tasks:
                 try:

@@ -1,4 +1,4 @@
-"""Earlier messages of a chat, as they stand between the chunks and the question.
+"""Earlier messages of a chat, as written between the chunks and the question.
 
 Every prompt is prefix, chunks, history and question in this order, because what comes before the
 chunks has to be what their caches were computed behind.

@@ -10,12 +10,12 @@ from kvcache_rag.integration import hash_vector
 
 
 class HashEmbedding(NamedArguments, BaseEmbedding):
-    """Words and their character n-grams, hashed into a vector of length one.
+    """Hashes words and their character n-grams into a vector of length one.
 
-    Literal matches are found, synonyms are not; the same text gives the same vector everywhere.
+    It finds literal matches but no synonyms; the same text gives the same vector everywhere.
 
     Attributes:
-        dimensions: Length of the vectors.
+        dimensions: Number of components.
         ngrams: Sizes of the character n-grams, word boundaries included.
     """
 

@@ -1,4 +1,4 @@
-"""Prefill at ingestion, whatever vector store the nodes go to."""
+"""Prefill at ingestion, for any vector store."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class KVCachePrefill(NamedArguments, TransformComponent):
         IngestionPipeline(transformations=steps, vector_store=…).run(documents=documents)
         VectorStoreIndex.from_documents(documents, transformations=steps)
 
-    What changes a node's text or metadata stands before it.  Nodes that the pipeline's cache knows
-    do not come here again; the KV of theirs that is missing is computed by the first question.
+    Put it after every step that changes a node's text or metadata.  Nodes in the pipeline's cache
+    do not get here again; the first question computes their missing KV.
 
     Attributes:
         llm: The `KVCacheLLM` that will answer; None for `Settings.llm`.
         show_progress: Whether to show a bar.
-        embed_model: Embeds the nodes while they are prefilled, in place of a transformation of its
-            own; an index embeds no node again.  None: nodes pass as they are.
+        embed_model: Embeds the nodes while they are prefilled, replacing a separate transformation;
+            an index does not embed them again.  With None nodes pass unchanged.
     """
 
     llm: KVCacheLLM | None = None
@@ -51,7 +51,7 @@ class KVCachePrefill(NamedArguments, TransformComponent):
         return "KVCachePrefill"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Settings, and whose chunks are computed; by both a pipeline's cache knows its work."""
+        """Settings, and whose chunks are computed; a pipeline's cache knows its work by both."""
         data = super().to_dict(**kwargs)
         llm = self.llm or Settings._llm  # `Settings.llm` would make one
         if isinstance(llm, KVCacheLLM):
@@ -60,7 +60,7 @@ class KVCachePrefill(NamedArguments, TransformComponent):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
-        """What `to_dict` wrote; whose chunks are computed shows in the LLM."""
+        """What `to_dict` wrote, without whose chunks are computed, which the LLM shows."""
         told = {name: one for name, one in data.items() if name != "chunks"}
         return super().from_dict(told, **kwargs)
 
@@ -70,7 +70,7 @@ class KVCachePrefill(NamedArguments, TransformComponent):
         return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Prefill nodes and hand them on."""
+        """Prefill nodes and pass them on."""
         if self.embed_model is None:
             self._compute(nodes)
             return nodes

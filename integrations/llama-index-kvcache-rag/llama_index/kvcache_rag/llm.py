@@ -66,15 +66,15 @@ if TYPE_CHECKING:
 class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
-    The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`;
-    both are those of transformers' `generate()`, and `json_schema`, which holds decoding to a JSON
+    The model is loaded on first use.  Keywords of a call override `generate_kwargs`.  Both take
+    arguments of transformers' `generate()`, and `json_schema`, which holds decoding to a JSON
     schema.  A `temperature` above 0 samples.
 
-    Where chunks are kept and how the model is loaded is said as `StoreOptions` and `EngineOptions`
-    have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an `Auxiliary`
+    `StoreOptions` and `EngineOptions` (`kvcache_rag.settings`) say where chunks are kept and how
+    the model is loaded.  To use your own `Gate` pass `engine=`, for an `Auxiliary`
     `policy=CacheClip(auxiliary)`.
 
-    What it can be told stands in `LLMSettings`.
+    `LLMSettings` lists all settings.
     """
 
     if TYPE_CHECKING:
@@ -97,17 +97,17 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     def prefill(
         self, nodes: Sequence[BaseNode], *, show_progress: bool = False
     ) -> list[ChunkKey | None]:
-        """Compute and store the KV of nodes, for a vector store of any kind.
+        """Compute and store the KV of nodes, for any vector store.
 
-        Questions find it by the nodes' text, so nothing has to stand in their rows.
+        Questions find it by the nodes' text, so their rows need no reference.
 
         Args:
-            nodes: As they are added to the store; what counts is their LLM text.
+            nodes: Nodes as added to the store; their LLM text counts.
             show_progress: Whether to show a bar.
 
         Returns:
-            The key of each node's chunk; None for a node without text, and for one that does not
-            fit the model's context window, which a warning names.
+            The key of each node's chunk; None for a node without text, or one that does not fit the
+            model's context window, which a warning names.
         """
         return self._prefill(nodes, show_progress)
 
@@ -127,7 +127,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
 
     # ------------------------------------------------------------------ templates
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """Answer a template; what of its context was retrieved is answered from cached chunks."""
+        """Answer a template; retrieved parts of its context are answered from cached chunks."""
         with writing(self, prompt, prompt_args):
             return super().predict(prompt, **prompt_args)
 
@@ -243,10 +243,10 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in a response.
+        """The tool calls in a response.
 
         Raises:
-            InvalidInputError: If there is none, unless `error_on_no_tool_call` is off.
+            InvalidInputError: If there are none, unless `error_on_no_tool_call` is False.
         """
         return selections(response, error_on_no_tool_call)
 
@@ -321,7 +321,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         return self.engine.compose(lambda cover: form(cover(prompt)))
 
     def with_schema(self, schema: dict[str, Any]) -> Self:
-        """The same LLM, whose every answer fits a JSON schema.
+        """A copy of the LLM whose every answer fits a JSON schema.
 
         Raises:
             MissingExtraError: If llguidance is not installed.

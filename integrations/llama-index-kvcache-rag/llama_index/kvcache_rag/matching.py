@@ -1,4 +1,4 @@
-"""Chunks in prompts that LlamaIndex packed by itself, where only the LLM is ours.
+"""Find chunks in prompts that LlamaIndex packed itself, if only the LLM is ours.
 
 `watching` knows which nodes were retrieved.  `Ask` finds their texts in what the LLM is asked: they
 become chunks, and everything else of the prompt is the question behind them.

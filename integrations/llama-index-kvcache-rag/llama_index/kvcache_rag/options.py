@@ -1,4 +1,4 @@
-"""LlamaIndex's way of saying things to a model in transformers' way."""
+"""Translate LlamaIndex's messages and options into transformers' form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill nodes: what of them stands in prompts."""
+"""Prefill nodes: the text that prompts have of them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
     """Retrieves nodes and answers from the stored KV of their chunks.
 
     `query`, `aquery` and streaming work as in every LlamaIndex query engine, and so does everything
-    built on one (tools, chat engines, query transforms).  `Settings.llm` is read only if no LLM is
+    built on one (tools, chat engines, query transforms).  `Settings.llm` is only used if no LLM is
     given.
     """
 
@@ -68,16 +68,15 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
         Args:
             retriever: Finds the nodes.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
-            response_synthesizer: Instead of a new `KVCacheSynthesizer`.
+            response_synthesizer: Replaces a new `KVCacheSynthesizer`.
             node_postprocessors: Run between retrieval and answer; chunks whose text they change are
-                computed anew.
+                computed again.
             callback_manager: None for `Settings.callback_manager`.
             options: Arguments of `KVCacheSynthesizer` (`streaming`, `policy`, `overflow`,
                 `text_qa_template`, ...).
 
         Raises:
-            InvalidInputError: If an option of the stock engine is asked for that caches cannot
-                serve.
+            InvalidInputError: If caches cannot serve an option of the stock engine.
         """
         cls._refuse_others(options, cls.from_args)
         for name, values in _HARMLESS.items():
@@ -103,13 +102,13 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
         """Make an engine for an index.
 
         Args:
-            index: Of whatever vector store; with a `KVCacheVectorStore` its chunks are prefilled
-                already.
+            index: Over any vector store; with a `KVCacheVectorStore` its chunks are already
+                prefilled.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
             similarity_top_k: Nodes per question.
-            retriever_kwargs: Further arguments of `index.as_retriever`; the usual ones, such as
-                `filters`, may also stand among `options`.
-            options: As for `from_args`.
+            retriever_kwargs: Further arguments of `index.as_retriever`; usual ones, such as
+                `filters`, may also be in `options`.
+            options: See `from_args`.
         """
         cls._refuse_others(options, cls.from_index, cls.from_args)
         found = {**(retriever_kwargs or {}), **of_retriever(options)}
@@ -132,19 +131,19 @@ class KVCacheQueryEngine(NamedArguments, RetrieverQueryEngine):
     ) -> Self:
         """Embed, store and prefill documents, and make an engine for them.
 
-        Documents whose id is in the collection already are replaced, once the new ones are in it;
-        only what changed is prefilled again.
+        Documents with an id that the collection has are replaced, once the new ones are in it; only
+        changed text is prefilled again.
 
         Args:
-            documents: What to answer from.
+            documents: Documents to answer from.
             llm: Prefills and answers.
             embed_model: None for `Settings.embed_model`.
             persist_dir: Folder of the Chroma collection; None to keep it in memory.
-            kv_dir: Folder of the KV; None for where the LLM keeps it.
+            kv_dir: Folder of the KV; None for the LLM's.
             collection_name: Name of the collection.
             transformations: None for `Settings.transformations`.
             show_progress: Whether to show bars.
-            options: As for `from_index`.
+            options: See `from_index`.
 
         Raises:
             InvalidInputError: If an argument is unknown, or there is no embedding.

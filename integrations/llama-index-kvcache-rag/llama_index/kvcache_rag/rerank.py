@@ -1,4 +1,4 @@
-"""Rank nodes by how likely the question is behind each, read alone out of its cache."""
+"""Rank nodes by how likely the question is after each, read alone from its cache."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _DISPATCHER = get_dispatcher(__name__)
 
 
 class KVCacheRerank(NamedArguments, BaseNodePostprocessor):
-    """Puts nodes first that make the question likeliest, for whatever LLM answers then.
+    """Puts the nodes first that make the question likeliest, for any LLM to answer from.
 
         rerank = KVCacheRerank(llm=KVCacheLLM(model_name="smollm2"), top_n=3)
         index.as_query_engine(similarity_top_k=20, node_postprocessors=[rerank])
 
-    No reranking model is needed: the language model itself reads the question behind each node
-    (`Engine.read`).  A node that was prefilled costs the question's tokens.  A node's score is how
-    much likelier it makes the question than no node does, in nats: above 0 it says something of
-    what is asked.  Nodes without text keep their scores and come last.
+    No reranking model is needed: the language model itself reads the question after each node
+    (`Engine.read`).  A prefilled node costs the question's tokens.  A node's score is how much
+    likelier it makes the question than no node, in nats: above 0 it is about the question.  Nodes
+    without text keep their scores and come last.
 
     Attributes:
         llm: The `KVCacheLLM` that reads; None for `Settings.llm`.
-        top_n: How many nodes are left; None for all.
+        top_n: How many nodes to keep; None for all.
     """
 
     llm: KVCacheLLM | None = None

@@ -84,32 +84,32 @@ _OF_THE_MODEL: Final = (
 
 
 class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
-    """What `KVCacheLLM` can be told.
+    """Settings of `KVCacheLLM`.
 
-    Where chunks are kept and how the model is loaded is said as `StoreOptions` and `EngineOptions`
-    have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an `Auxiliary`
+    `StoreOptions` and `EngineOptions` (`kvcache_rag.settings`) say where chunks are kept and how
+    the model is loaded.  To use your own `Gate` pass `engine=`, for an `Auxiliary`
     `policy=CacheClip(auxiliary)`.
 
     Attributes:
         model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
-            with kvcache-rag; beside `base_url` the name under which the server has it.
-        base_url: Of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
-            instead of a model of this process; then neither torch nor a tokenizer is loaded, vector
-            stores prefill there, and `kv_dir` and `device_map` mean nothing.
-        api_key: For that server; never written down with the settings.
-        tokenizer_name: If it is not the model's own.
+            with kvcache-rag; with `base_url` the server's name for it.
+        base_url: URL of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
+            instead of a local model.  Then neither torch nor a tokenizer is loaded, vector stores
+            prefill there, and `kv_dir` and `device_map` have no effect.
+        api_key: Key for that server; never saved with the settings.
+        tokenizer_name: Tokenizer, if not the model's own.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
-        max_new_tokens: Of an answer, if a call does not say.
+        max_new_tokens: Most tokens of an answer, unless a call sets it.
         generate_kwargs: Further arguments of `generate()`.
         stopping_ids: Token ids that end an answer, besides the model's own.
-        is_chat_model: Whether LlamaIndex sends messages; None: if the tokenizer has a chat
-            template.
-        match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
-            packed by itself, and answered from their cached KV.  LlamaIndex's evaluators and
-            structured outputs are asked as they are; for a judge of your own set it off.
+        is_chat_model: Whether LlamaIndex sends messages; None for True with `base_url`, else
+            whether the tokenizer has a chat template.
+        match_chunks: Whether texts of retrieved nodes are found in prompts that LlamaIndex packed
+            itself, and answered from their cached KV. LlamaIndex's evaluators and structured
+            outputs are unaffected; for your own judge set it to False.
         chat_template_kwargs: Values of the chat template's variables, such as `{"enable_thinking":
-            False}`; what changes the text before the chunks belongs into
-            `PromptTemplate(chat_template_kwargs=...)`.  A call may bring its own.
+            False}`; values that change the text before the chunks belong in
+            `PromptTemplate(chat_template_kwargs=...)`.  A call may pass its own.
     """
 
     model_name: str = ""
@@ -141,20 +141,20 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
         policy: ReusePolicy | str | None = None,
         **fields: Any,
     ) -> None:
-        """Take an engine, a loaded model, or the name of one.
+        """Take an engine, a loaded model, or a model's name.
 
         Args:
-            engine: Answers; then nothing is loaded, and `kv_dir` and `system_prompt` are its own.
+            engine: Answers; then nothing is loaded, and its own `kv_dir` and `system_prompt` apply.
             model: A loaded transformers model, with `tokenizer`.
-            tokenizer: Of `model`, or instead of the one of `model_name`.
-            policy: What is reused of cached chunks, or the name of that, such as
-                "cacheblend:0.2"; None for the engine's: what the model was trained for.
-            fields: The attributes of the class, those of `StoreOptions` and `EngineOptions`, and
-                those of every LlamaIndex LLM.
+            tokenizer: Tokenizer of `model`, or one to replace that of `model_name`.
+            policy: A policy, or its name such as "cacheblend:0.2"; None for the engine's: what the
+                model was trained for.
+            fields: Attributes of this class, `StoreOptions`, `EngineOptions` and every LlamaIndex
+                LLM.
 
         Raises:
-            InvalidInputError: If an argument is unknown or cannot be used, nothing says which model
-                answers, or `engine` comes with what only a new engine could use.
+            InvalidInputError: If an argument is unknown or cannot be used, no model is named, or
+                `engine` comes with options for a new engine.
         """
         fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
         own = ("engine", "model", "tokenizer", "policy")
@@ -192,7 +192,7 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
 
     @property
     def engine(self) -> Engine:
-        """The engine, loaded with the first use."""
+        """The engine, loaded on first use."""
         with self._loading:
             if self._engine is None:
                 self._engine = load_engine(self, *self._given, policy=self._policy)
@@ -201,7 +201,7 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex asks before it writes prompts; loads the model for what is not given."""
+        """What LlamaIndex asks before it writes prompts; loads the model for values not given."""
         is_chat = self.is_chat_model
         if is_chat is None and self.base_url is not None:
             is_chat = True  # the server writes prompts of messages
@@ -217,12 +217,12 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
 
     @property
     def is_settings(self) -> bool:
-        """Whether its settings are enough to load the same engine again, elsewhere."""
+        """Whether its settings suffice to load the same engine elsewhere."""
         return self._loads and self._given == (None, None) and self.template is None
 
     @property
     def chunks_of(self) -> tuple[Any, ...]:
-        """Whose chunks it computes, beside its settings; loads the model where these do not say."""
+        """What its chunks depend on besides its settings; loads the model if these do not say."""
         scorer = None if self._policy is None else self._policy.auxiliary
         if self.is_settings:
             return (scorer,)
@@ -254,7 +254,7 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
             self.kv_dir = kv_dir
 
     def chat_prompt(self, messages: Sequence[ChatMessage], **chat: Any) -> str:
-        """Messages as one text, with the beginning of the answer.
+        """Messages as one text that ends with the beginning of the answer.
 
         Args:
             messages: Oldest first.
@@ -269,7 +269,7 @@ class LLMSettings(StoreOptions, EngineOptions, CustomLLM):
 
     @property
     def has_own_form(self) -> bool:
-        """Whether the user writes prompts in a form of his own, in which they then stay."""
+        """Whether the user's own functions write prompts, which are then left as they are."""
         own = (self.messages_to_prompt, self.completion_to_prompt, self.query_wrapper_prompt)
         return any(
             form not in (None, default) for form, default in zip(own, _OF_LLAMA_INDEX, strict=True)

@@ -1,4 +1,4 @@
-"""Structured output: decoding is held to the JSON that whoever asks will parse.
+"""Structured output: decoding is held to the JSON that the caller will parse.
 
 LlamaIndex asks a local LLM for objects by its prompt alone and parses whatever comes.  Here the
 schema goes along: of an output class, and of the output parsers that LlamaIndex's selectors and

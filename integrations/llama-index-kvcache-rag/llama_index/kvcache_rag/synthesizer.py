@@ -1,4 +1,4 @@
-"""A response synthesizer that hands the engine chunks instead of one packed text.
+"""A response synthesizer that passes the engine chunks instead of one packed text.
 
 LlamaIndex's own synthesizers join the chunks and so lose where one ends.  This one passes the
 retrieved nodes through: a node whose reference still fits its text is loaded by reference, any
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 dispatcher = get_dispatcher(__name__)
 
 FURTHER: Final = ("callback_manager", "empty_response", "prompt_helper", "chat_prompt_helper")
-"""What a synthesizer takes as every one of LlamaIndex does."""
+"""Arguments that every LlamaIndex synthesizer takes."""
 # Those that the base class takes: that of chats came with llama-index-core 0.14.22.
 _HELPERS: Final = {
     name: helper
@@ -70,10 +70,10 @@ _HELPERS: Final = {
 class KVCacheSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes, reusing the KV of their chunks.
 
-    The metrics of an answer are in `response.metadata["kv_cache"]`, for a stream as soon as it has
-    ended; `["answered_from"]` are the places in `response.source_nodes` of what it was computed
-    from, `["answered_from_ids"]` the ids of these nodes.  A chat's earlier messages stand behind
-    the chunks, so these are reused in every turn.
+    The metrics of an answer are in `response.metadata["kv_cache"]`, for a stream once it has ended.
+    `["answered_from"]` has the places in `response.source_nodes` of the nodes it was computed from,
+    `["answered_from_ids"]` their ids.  A chat's earlier messages come after the chunks, so chunks
+    are reused in every turn.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class KVCacheSynthesizer(BaseSynthesizer):
         """Bind an LLM.
 
         Args:
-            llm: A `KVCacheLLM`, or what its `as_structured_llm` gave; None for `Settings.llm`.
-            policy: What is reused, or the name of that; None for the LLM's policy.
+            llm: A `KVCacheLLM`, or the result of its `as_structured_llm`; None for `Settings.llm`.
+            policy: A policy or its name; None for the LLM's.
             overflow: What to do when the chunks do not fit the context window: "refine" (several
                 rounds), "drop_lowest" or "error".
-            text_qa_template: A template with `context_str` and, behind it, `query_str`; None for
-                the engine's own.  What it has before the context begins the question (see
-                `prefix_mismatches`).
+            text_qa_template: A template with `context_str` followed by `query_str`; None for the
+                engine's own.  Text before the context is moved to the beginning of the question
+                (see `prefix_mismatches`).
             chat_history: Earlier messages, oldest first.  System messages other than the engine's
-                own are written at the beginning of the question; those of tools are left out.
+                own are put at the beginning of the question; tool messages are left out.
             generate_kwargs: Arguments of generation, such as `max_new_tokens` and `temperature`.
             streaming: Whether answers are streams.
-            output_cls: A pydantic class to answer with; decoding is held to its schema, which the
-                model is told behind the question.  A stream is the JSON's text.
+            output_cls: A pydantic class to answer with; decoding is held to its schema, which
+                follows the question.  A stream is the JSON's text.
             multimodal: Not supported.
-            options: `callback_manager` and `empty_response` as for every synthesizer.
+            options: `callback_manager` and `empty_response`, as for every synthesizer.
 
         Raises:
-            InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
+            InvalidInputError: If the LLM is not a `KVCacheLLM`, or an argument is not supported.
             MissingExtraError: If `output_cls` needs llguidance, which is not installed.
         """
         known = {*FURTHER, *arguments_of(KVCacheSynthesizer)}
@@ -135,7 +135,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
 
     @property
     def prefix_mismatches(self) -> int:
-        """How many prompts wanted something else before the chunks than the engine has there."""
+        """How many prompts had other text before the chunks than the engine does."""
         return self._mismatches.count
 
     def with_history(
@@ -145,7 +145,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
 
         Args:
             chat_history: Earlier messages, oldest first.
-            streaming: Whether answers are streams; None for what this one does.
+            streaming: Whether answers are streams; None for this one's setting.
         """
         twin = copy.copy(self)
         twin._messages = tuple(chat_history)
@@ -160,7 +160,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Answer from nodes; without any, with the empty response."""
+        """Answer from nodes; without nodes, with the empty response."""
         report = _report_on(nodes)
         given = {**response_kwargs, "kv_nodes": nodes, "kv_report": report}
         response = super().synthesize(query, nodes, additional_source_nodes, **given)
@@ -193,7 +193,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         Args:
             query_str: The question.
             text_chunks: LLM texts of the chunks.
-            kv_nodes: Their nodes, if there are any.
+            kv_nodes: Their nodes, if any.
             kv_report: Receives the metrics.
             response_kwargs: Further values of the template.
         """

@@ -1,4 +1,4 @@
-"""Tools and thoughts in LlamaIndex's messages; nodes in what a tool said are chunks.
+"""Tools and thoughts in LlamaIndex's messages; nodes in a tool's result are chunks.
 
 An agent hands the LLM the text that a retriever's tool made of its nodes.  Their texts are found
 again (`matching`), stand before the conversation as chunks, and the tool's message refers to them.

@@ -1,9 +1,8 @@
-"""LlamaIndex's Chroma store over a collection that prefills what it is given.
+"""LlamaIndex's Chroma store over a collection that prefills its rows.
 
-`add` computes the KV of every node's LLM text and writes a reference beside the row; `delete`,
-`delete_nodes`, `clear` and updates delete it.  Rows without a reference (a collection that existed
-before) answer too: their KV is computed with the first question that needs them, or for all of them
-by `prefill_missing`.
+`add` computes the KV of every node's LLM text and writes a reference into the row; `delete`,
+`delete_nodes`, `clear` and updates delete it.  Rows without a reference (in an older collection)
+answer too: the first question that needs them computes their KV, or `prefill_missing` does for all.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ _PLACE = ("persist_dir", "host", "port", "ssl", "headers")
 class KVCacheVectorStore(ChromaVectorStore):
     """`ChromaVectorStore` (persistent, HTTP or in memory) with prefilled rows.
 
-    Queries, their filters and MMR are the stock store's.  Calls may have any size, an existing id
-    is replaced, `doc_ids` and `node_ids` of a query count, and the async forms do not block.
+    Queries, filters and MMR are the stock store's.  Calls may have any size, an existing id is
+    replaced, `doc_ids` and `node_ids` of a query count, and the async forms do not block.
 
     One process owns a persistent directory; several share a collection through `chroma run` and
     `host=`.
@@ -62,8 +61,8 @@ class KVCacheVectorStore(ChromaVectorStore):
         host: Server, with `port`, `ssl` and `headers`.
         collection_kwargs: Further arguments for a new collection, such as
             `{"configuration": {"hnsw": {"space": "cosine"}}}`.
-        show_progress: Whether to show a bar while prefilling; LlamaIndex does not hand on what an
-            index or a pipeline is told.
+        show_progress: Whether to show a bar while prefilling; LlamaIndex does not pass on the
+            setting of an index or a pipeline.
     """
 
     flat_metadata: bool = False
@@ -95,15 +94,15 @@ class KVCacheVectorStore(ChromaVectorStore):
         """Open a collection, or take an open one.
 
         Args:
-            chroma_collection: An open collection; else say by `fields` or `client` where it is.
-            client: A Chroma client that has, or is to have, `collection_name`.
+            chroma_collection: An open collection; else `fields` or `client` say where it is.
+            client: A Chroma client for `collection_name`, which may be new.
             llm: Prefills with its engine.
-            engine: Prefills, if there is no `llm`.  With neither the store only stores.
+            engine: Prefills, if there is no `llm`.  With neither, nothing is prefilled.
             kv_dir: Where the KV goes, for an `llm` that has not loaded its engine yet.
             fields: The attributes of the class.
 
         Raises:
-            InvalidInputError: If an argument is unknown, or it is not said where the collection or
+            InvalidInputError: If an argument is unknown, or nothing says where the collection or
                 the KV is.
         """
         own = ("chroma_collection", "client", "llm", "engine", "kv_dir")
@@ -140,7 +139,7 @@ class KVCacheVectorStore(ChromaVectorStore):
 
     @classmethod
     def from_collection(cls, collection: Collection, **options: Any) -> Self:
-        """A store over an open collection; `options` are those of the constructor."""
+        """A store over an open collection; `options` are arguments of the constructor."""
         return cls(collection, **options)
 
     @classmethod
@@ -151,10 +150,10 @@ class KVCacheVectorStore(ChromaVectorStore):
         return cls(collection_name=collection_name, **options)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Settings, with those of the LLM under "llm".
+        """Settings, with the LLM's under "llm".
 
-        An engine, and an LLM around one or around a loaded model, cannot be written down; "llm" is
-        None then.
+        "llm" is None for an engine, or an LLM made from an engine or a loaded model, which cannot
+        be saved.
         """
         data = super().to_dict(**kwargs)
         if self._llm is not None and self._llm.is_settings:
@@ -165,12 +164,12 @@ class KVCacheVectorStore(ChromaVectorStore):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
-        """The store that `to_dict` wrote down.
+        """The store that `to_dict` saved.
 
         Args:
-            data: Of `to_dict`.
-            kwargs: Arguments of the constructor, which go first: `client=` for a collection that
-                was handed in, `llm=` or `engine=`.
+            data: Result of `to_dict`.
+            kwargs: Arguments of the constructor, which take precedence: `client=` for a collection
+                that was passed in, `llm=` or `engine=`.
         """
         given = dict(data)
         llm, has_own = given.pop("llm", _NO_LLM), {"llm", "engine"} & kwargs.keys()
@@ -187,7 +186,7 @@ class KVCacheVectorStore(ChromaVectorStore):
 
     @property
     def engine(self) -> Engine | None:
-        """What prefills: the one given, or that of `llm`, loaded when it is first needed."""
+        """The engine that prefills: the one given, or `llm`'s, loaded on first use."""
         return self._engine if self._llm is None else self._llm.engine
 
     @property
@@ -207,11 +206,11 @@ class KVCacheVectorStore(ChromaVectorStore):
     ) -> list[str]:
         """Prefill nodes and write them; a node whose id exists replaces that row.
 
-        A node that cannot be prefilled, as it does not fit the model's context window or the model
-        cannot be loaded, is written without a reference to KV, and one warning names it.
+        A node that cannot be prefilled, because it does not fit the model's context window or the
+        model cannot be loaded, is written without a reference to KV, and one warning names it.
 
         Args:
-            nodes: With embeddings.
+            nodes: Nodes with embeddings.
             show_progress: Whether to show a bar; None for the store's setting.
 
         Raises:
@@ -241,15 +240,15 @@ class KVCacheVectorStore(ChromaVectorStore):
 
     # ------------------------------------------------------------------ deleting
     def replacing(self) -> AbstractContextManager[None]:
-        """For a block that deletes and writes again: chunks that stay the same keep their KV.
+        """A context for deleting and rewriting nodes, in which unchanged chunks keep their KV.
 
-        As in `with store.replacing(): index.refresh_ref_docs(documents)`.  The KV of what was
-        deleted and not written again goes at the end of the block.
+        As in `with store.replacing(): index.refresh_ref_docs(documents)`.  At the end of the
+        block the KV of nodes that were not written again is deleted.
         """
         return self._prefilled.replacing()
 
     def delete_documents(self, ref_doc_ids: Sequence[str], keep: Container[str] = ()) -> None:
-        """`delete` for many documents in few calls; nodes of the ids in `keep` stay."""
+        """`delete` for many documents in few calls; nodes with ids in `keep` stay."""
         self._prefilled.delete_holding(DOCUMENT_KEY, ref_doc_ids, keep)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -259,7 +258,7 @@ class KVCacheVectorStore(ChromaVectorStore):
     def delete_nodes(  # type: ignore[override]  # the stock store says a list of filters, and takes one
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
     ) -> None:
-        """Delete nodes by id, by filters, or by both together; with neither nothing is deleted."""
+        """Delete nodes by id, by filters, or both combined; with neither nothing is deleted."""
         if filters is not None and filters.filters:
             node_ids = [node.node_id for node in self.get_nodes(node_ids, filters)]
         self._prefilled.delete(node_ids or [])
@@ -281,7 +280,7 @@ class KVCacheVectorStore(ChromaVectorStore):
     def get_nodes(  # type: ignore[override]  # as above
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Nodes by id, by filters, by both together, or all."""
+        """Nodes by id, by filters, both combined, or all."""
         return super().get_nodes(node_ids, filters)  # type: ignore[arg-type]  # as above
 
     async def aget_nodes(
@@ -295,7 +294,7 @@ class KVCacheVectorStore(ChromaVectorStore):
 
         Args:
             query: As for the stock store, with `doc_ids` and `node_ids`.
-            kwargs: The stock store's.
+            kwargs: Arguments of the stock store.
         """
         if query.node_ids:
             # Chroma fails on ids that it does not hold.

@@ -1,4 +1,4 @@
-"""Which nodes were retrieved, and what the answer over them costs, as LlamaIndex's spans tell.
+"""Which nodes were retrieved, and what the answer over them costs, from LlamaIndex's spans.
 
 Its own synthesizers and chat engines join the retrieved nodes to one text and hand the LLM a
 template with it.  `watch` listens to which nodes were retrieved and are about to be answered from;

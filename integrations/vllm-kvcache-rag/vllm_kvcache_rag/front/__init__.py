@@ -1,1 +1,1 @@
-"""Servers of vLLM behind this one: it writes prompts and says what is reused, they compute."""
+"""vLLM servers behind this one: it writes prompts and says what is reused, they compute."""

@@ -1,4 +1,4 @@
-"""A backend over servers of vLLM: prompts are written here, computed there, and stored by both."""
+"""A backend over vLLM servers: prompts are written here, computed there, and stored by both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server of vLLM, by HTTP."""
+"""One vLLM server, over HTTP."""
 
 from __future__ import annotations
 

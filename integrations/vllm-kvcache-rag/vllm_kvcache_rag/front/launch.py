@@ -1,4 +1,4 @@
-"""From settings to a backend over servers of vLLM."""
+"""Make a backend over vLLM servers from settings."""
 
 from __future__ import annotations
 

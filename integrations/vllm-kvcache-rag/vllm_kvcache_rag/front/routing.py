@@ -1,4 +1,4 @@
-"""Which server answers a request: the one that has computed most of its chunks.
+"""Choose the server for a request: the one that has computed most of its chunks.
 
 Rendezvous hashing (Thaler and Ravishankar 1998): every chunk has a server of its own, the same in
 every front end, and a server that comes or goes moves its own chunks only.

@@ -1,1 +1,1 @@
-"""What is handed to an inference engine that computes in place of a transformers model."""
+"""What is sent to an inference engine that computes in place of a transformers model."""

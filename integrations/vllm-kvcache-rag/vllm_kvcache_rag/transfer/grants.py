@@ -1,4 +1,4 @@
-"""Which tenant a request to the engine is for: said by the front end, which alone has the key.
+"""Which tenant a request to the engine is for, signed by the front end, which alone has the key.
 
 A client of the engine could write any namespace into its request, so it is never read from there:
 a grant is bound to one request and expires.

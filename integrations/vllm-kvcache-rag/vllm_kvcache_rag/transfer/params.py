@@ -1,4 +1,4 @@
-"""Where a prompt's prefix and chunks end, as it stands in a request's `kv_transfer_params`.
+"""Where a prompt's prefix and chunks end, in a request's `kv_transfer_params`.
 
     "kv_transfer_params": {"kvcache_rag": {"prefix": 31, "chunks": [200, 180], "grant": "..."}}
 

@@ -1,4 +1,4 @@
-"""The most memory that this process, or a CUDA device, held for a while."""
+"""Peak memory of this process or a CUDA device during a block."""
 
 from __future__ import annotations
 

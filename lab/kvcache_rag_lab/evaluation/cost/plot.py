@@ -1,4 +1,4 @@
-"""The plot of `kvcache-rag bench`: first tokens, what they gain, and how chunks recur."""
+"""The plot of `kvcache-rag bench`: first tokens, the gain, and how chunks recur."""
 
 from __future__ import annotations
 

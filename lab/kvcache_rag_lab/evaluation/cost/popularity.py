@@ -1,4 +1,4 @@
-"""Which chunks questions ask for: how often they recur, what a cache of them hits, how few serve.
+"""Which chunks questions need: how often they recur, cache hit rates, how few serve most.
 
 Questions that fall on chunks blindly are not spread evenly either: with five questions per chunk
 some get none and some get ten.  So the same retrievals are drawn uniformly, many times

@@ -1,4 +1,4 @@
-"""How many bytes chunks take, by where they are kept."""
+"""How many bytes chunks take, by place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First tokens, decoding and peak memory of one model: full prefill beside chunks that are cached.
+"""First tokens, decoding and peak memory of one model: full prefill versus cached chunks.
 
 All sides are answers of one engine, with its kernels, to the same prompts, so what tells them apart
 is where keys and values come from:

@@ -1,1 +1,1 @@
-"""Attention of our own in place of a model's: packed heads, weighed chunks, the last layer."""
+"""Replacements for a model's attention: packed heads, weighted chunks, the last layer."""

@@ -1,4 +1,4 @@
-"""How much of the attention of a forward pass each column of its cache gets, in all layers.
+"""How much attention each column of the cache gets in a forward pass, over all layers.
 
 Fast attention functions give no weights.  Where a model attends through transformers' interface,
 our own function (`scaled.py`) stands in for the pass and counts them.  Elsewhere the model's own

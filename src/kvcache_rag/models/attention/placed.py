@@ -1,4 +1,4 @@
-"""A mask for models whose own mask argument also says where tokens stand.
+"""A mask for models whose mask argument also gives the tokens' positions.
 
 Models with a bias by place (ALiBi, arXiv 2108.12409) count the places of the keys in the mask that
 they are given, one number per token, and take no mask with a row per query.  So they are given

@@ -1,4 +1,4 @@
-"""Let a model attend by another function for one call.
+"""Let a model use another attention function for one call.
 
 What is asked of a model here leaves no trace in it: it is the app's, which may look at it, copy or
 save it, or run it, while an answer is on its way.  So functions of ours stand behind the name

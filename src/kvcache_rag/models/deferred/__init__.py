@@ -1,1 +1,1 @@
-"""Attention over chunks where they lie, their keys rotated inside (LazyAttention)."""
+"""Attention over chunks in place, with their keys rotated inside (LazyAttention)."""

@@ -1,4 +1,4 @@
-"""Attention over chunks where they lie: the query is rotated, not the keys.
+"""Attention over chunks in place: the query is rotated, not the keys.
 
 LazyAttention, arXiv 2606.04302.  Per chunk the query, its grouped heads packed, is rotated back by
 as much as the chunk's keys would have to be rotated, attended with, and the partial results are

@@ -1,4 +1,4 @@
-"""A cache whose context lies in segments: only what is new is written, behind them.
+"""A cache whose context stays in segments; only new tokens are written, after them.
 
 Its layers count the segments among their tokens, so that transformers makes positions and masks of
 the full width, and hand them to `deferred.attention` as an attribute of the keys.

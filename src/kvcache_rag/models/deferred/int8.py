@@ -1,4 +1,4 @@
-"""Attention to chunks in 8 bits where they lie, on a CPU: neither a copy nor a decoded form.
+"""Attention to 8-bit chunks in place on a CPU, without copying or decoding them.
 
 The codec `Int8` keeps keys at position 0.  The kernel takes each number to what it stands for and
 each key to its place while it reads them, and rounds as a copy in a prompt's buffer is rounded, so

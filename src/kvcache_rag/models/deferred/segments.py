@@ -1,4 +1,4 @@
-"""Chunks that are attended to where they lie, and how far their keys have to move.
+"""Chunks that attention reads in place, and how far their keys must move.
 
 Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor rotated.  A key
 that stands at p and is rotated by d, to p + d, scores against a query as the key itself does

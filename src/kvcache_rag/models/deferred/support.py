@@ -1,4 +1,4 @@
-"""Which models can attend to chunks where they lie: each is tried out, no family is named."""
+"""Which models can attend to chunks in place: each is tried, no family is listed."""
 
 from __future__ import annotations
 

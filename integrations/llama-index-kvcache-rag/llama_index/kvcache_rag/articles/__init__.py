@@ -1,4 +1,4 @@
-"""Forty short articles about the real world, and questions with what a right answer says.
+"""Forty short articles about the real world, and questions with what right answers say.
 
 For the demonstration, the notebooks and tests.  They were written before any model was asked
 (`CHANGES.txt`).  Importing this module loads nothing heavy.

@@ -1,4 +1,4 @@
-"""The embedding minilm by transformers alone.
+"""The embedding minilm, run by transformers alone.
 
 Importing sentence-transformers takes a third of the time in which `ask` answers.
 """

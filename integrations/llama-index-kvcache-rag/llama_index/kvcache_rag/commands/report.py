@@ -1,4 +1,4 @@
-"""What the commands print: chunks on disk, times, one answer in a line, where it came from."""
+"""What the commands print: chunks on disk, times, one answer per line, its sources."""
 
 from __future__ import annotations
 

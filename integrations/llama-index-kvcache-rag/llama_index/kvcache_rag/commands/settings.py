@@ -1,4 +1,4 @@
-"""How a collection was made: `ingest` notes it in the collection's own metadata, `ask` reads it.
+"""How a collection was made: `ingest` notes it in the collection's metadata, `ask` reads it.
 
 So it goes where the database goes, a copy has it too, and what is deleted leaves nothing behind.
 """
