@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_noisy_machine_ends_the_run_unless_told_otherwise(
         return [ratio(1.0, 0.9, 1.1)]
 
     monkeypatch.setattr(compare_commits, "compare", made)
+    monkeypatch.setattr(compare_commits, "trees_of", lambda _: nullcontext([tmp_path, tmp_path]))
     written = tmp_path / "figures.json"
     assert compare_commits.main(["HEAD", "HEAD", "--json", str(written)]) == 2
     assert compared == [compare_commits.PAIRS]
