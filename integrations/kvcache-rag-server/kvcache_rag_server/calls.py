@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.grammar import json_instruction
 from kvcache_rag.generation.request import retrieved_chunks
-from kvcache_rag.generation.tools import ToolChoice, read_whole
+from kvcache_rag.generation.tools import ToolChoice, UnreadableCall, read_whole
 from kvcache_rag.integration.chat import ConversationForms
 from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece
 from kvcache_rag_server.logits import LogprobRecorder, Penalties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from threading import Event as Flag
 
     from kvcache_rag.engine import Engine
@@ -173,9 +173,10 @@ class EngineCall:
         if self.form is not None:
             given = self.form.options
             options.update({name: one for name, one in given.items() if name != "logits_processor"})
-        answer = self._cited(self._generated(chunks, options), sender)
+        written = self._generated(chunks, options)
+        answer = cited(self.work, written)
         if sender is not None:
-            sender.finish(answer)
+            sender.finish(answer, answer.text[len(written.text) :])
         left: tuple[TokenLogprob, ...] = ()
         if recorder is not None:
             left = recorder.rest(answer.token_ids, answer.finish_reason == "stop")
@@ -199,19 +200,6 @@ class EngineCall:
             **options,
         )
 
-    def _cited(self, answer: Answer, sender: PieceSender | None) -> Answer:
-        """The answer with the id of its one source, where the app asks for that in its form."""
-        work = self.work
-        if work.packed is None or not work.is_simple or answer.finish_reason != "stop":
-            return answer
-        if answer.metrics.says_none or not answer.text.strip():
-            return answer
-        places = (work.places[at] for at in answer.metrics.answered_from)
-        citation = work.packed.citation(places, answer.text)
-        if citation and sender is not None:
-            sender(citation)
-        return replace(answer, text=answer.text + citation)
-
     def _parts(self, answer: Answer, sender: PieceSender | None) -> tuple[AnswerPart, ...] | None:
         if self.form is None:
             return None
@@ -220,7 +208,7 @@ class EngineCall:
         reader = self._reader()
         if reader is None or answer.metrics.says_none:
             return None
-        return tuple(read_whole(reader, answer.text))
+        return tuple(whole(answer, read_whole(reader, answer.text)))
 
     def _reader(self) -> AnswerReader | None:
         return None if self.form is None else self.form.reader(lambda: self.prompt)
@@ -234,6 +222,25 @@ class EngineCall:
     def _recorder(self) -> LogprobRecorder | None:
         most = self.work.logprobs
         return None if most is None else LogprobRecorder(self.engine.tokenizer, most)
+
+
+def whole(answer: Answer, parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Parts of an answer without the piece of a call at which it was cut."""
+    is_cut = answer.finish_reason != "stop"
+    return [part for part in parts if not (is_cut and isinstance(part, UnreadableCall))]
+
+
+def cited(work: BackendRequest, answer: Answer) -> Answer:
+    """An answer with the id of its one source behind it, where the app asks for that in its form.
+
+    Where it was cut, says that no document has it, or is no plain text, it stays as it is.
+    """
+    if work.packed is None or not work.is_simple or answer.finish_reason != "stop":
+        return answer
+    if answer.metrics.says_none or not answer.text.strip():
+        return answer
+    places = (work.places[at] for at in answer.metrics.answered_from)
+    return replace(answer, text=answer.text + work.packed.citation(places, answer.text))
 
 
 class PieceSender:
@@ -258,11 +265,13 @@ class PieceSender:
         """A further piece of text."""
         self._send([text] if self._reader is None else self._reader.feed(text))
 
-    def finish(self, answer: Answer) -> None:
-        """No further text comes."""
+    def finish(self, answer: Answer, behind: str) -> None:
+        """No further text comes, but for what stands `behind` the model's own."""
+        if behind:
+            self(behind)
         if self._reader is None:
             return
-        self._send(self._reader.finish())
+        self._send(whole(answer, self._reader.finish()))
         if answer.metrics.says_none and not self.parts:  # which is not in the model's form
             self._send([answer.text])
 

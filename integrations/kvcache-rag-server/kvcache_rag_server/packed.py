@@ -29,27 +29,26 @@ _CHARACTERS: Final = 1 << 24  # of the texts that are known of one tenant
 
 
 @dataclass(frozen=True)
-class Block:
-    """A document in a message.
+class Cut:
+    """A part of a message that packs documents.
 
     Attributes:
-        start: Index of the first character that is cut out.
+        start: Index of the first character that is cut out: what only frames the documents goes
+            with them, as a frame around nothing misleads a model.
         end: Index behind the last one.
-        text: The document.
-        id: As the app calls it in this request; "" if it does not.
+        documents: Each with its id as the app has it in this request, "" for none.
     """
 
     start: int
     end: int
-    text: str
-    id: str = ""
+    documents: tuple[tuple[str, str], ...]
 
 
 class Reading(Protocol):
     """Finds the documents of one form in a message."""
 
-    def __call__(self, content: str, known: KnownTexts) -> list[Block] | None:
-        """Their blocks, in the message's order; None where the form does not fit.
+    def __call__(self, content: str, known: KnownTexts) -> Cut | None:
+        """What is cut out of it; None where the form does not fit.
 
         Args:
             content: Of the message.
@@ -115,11 +114,14 @@ _SOURCE: Final = re.compile(r'<source id="(\d{1,6})"(?: [a-zA-Z_][\w.-]*="[^"<>\
 _SOURCE_END: Final = "</source>"
 
 
-def _open_webui(content: str, at: int) -> list[Block] | None:
-    """Documents behind a default template that begins at an index."""
+_ASKED_TWICE: Final = re.compile(r"\n<user_query>\n.*?\n</user_query>\n", re.DOTALL)
+
+
+def _open_webui(content: str, begin: int) -> Cut | None:
+    """Documents in a default template that begins at an index."""
     for length, digest in _OPEN_WEBUI:
-        start = at + length
-        if sha256(content[at:start].encode()).hexdigest() == digest:
+        start = begin + length
+        if sha256(content[begin:start].encode()).hexdigest() == digest:
             break
     else:
         return None
@@ -127,37 +129,52 @@ def _open_webui(content: str, at: int) -> list[Block] | None:
     if content.count(closing, start) != 1:
         return None
     end = content.index(closing, start) + len(_SOURCE_END)
-    blocks: list[Block] = []
-    highest, at = 0, start
-    while at < end:
-        opening = _SOURCE.match(content, at)
-        closed = -1 if opening is None else content.find(_SOURCE_END, opening.end(), end)
-        if opening is None or closed < 0:
-            return None
-        number = int(opening[1])
-        if not 1 <= number <= highest + 1:
-            return None
-        highest = max(highest, number)
-        behind = closed + len(_SOURCE_END)
-        blocks.append(Block(at, behind, content[opening.end() : closed], opening[1]))
-        if behind < end and content[behind] != "\n":
-            return None
-        at = behind + 1
-    if content.count('<source id="', start, end) != len(blocks):
+    documents = _tagged(content, start, end, _SOURCE, _SOURCE_END, '<source id="')
+    if documents is None:
         return None
-    return _with_breaks(blocks, end)
+    highest = 0
+    for _, number in documents:
+        if not 1 <= int(number) <= highest + 1:
+            return None
+        highest = max(highest, int(number))
+    end += len(closing) - len(_SOURCE_END)
+    twice = _ASKED_TWICE.match(content, end)
+    return Cut(begin, end if twice is None else twice.end(), documents)
 
 
-def _with_breaks(blocks: Sequence[Block], end: int) -> list[Block]:
-    """Blocks, each with the line break behind it, up to `end`."""
-    return [Block(one.start, min(one.end + 1, end), one.text, one.id) for one in blocks]
+def _tagged(
+    content: str, start: int, end: int, opening: re.Pattern[str], closing: str, counted: str
+) -> tuple[tuple[str, str], ...] | None:
+    """Documents between tags, each on lines of its own, that fill a range.
+
+    Args:
+        content: Of the message.
+        start: Where the range begins.
+        end: Where it ends.
+        opening: The tag before a document; its group, if it has one, is the document's id.
+        closing: What stands behind one.
+        counted: What must not stand anywhere else.
+    """
+    found: list[tuple[str, str]] = []
+    at = start
+    while at < end:
+        begun = opening.match(content, at)
+        closed = -1 if begun is None else content.find(closing, begun.end(), end)
+        if begun is None or closed < 0:
+            return None
+        found.append((content[begun.end() : closed], begun[1] if opening.groups else ""))
+        at = closed + len(closing)
+        if at < end and content[at] != "\n":
+            return None
+        at += 1
+    return tuple(found) if content.count(counted, start, end) == len(found) else None
 
 
-def _open_webui_user(content: str, known: KnownTexts) -> list[Block] | None:
+def _open_webui_user(content: str, known: KnownTexts) -> Cut | None:
     return _open_webui(content, 0)
 
 
-def _open_webui_system(content: str, known: KnownTexts) -> list[Block] | None:
+def _open_webui_system(content: str, known: KnownTexts) -> Cut | None:
     """At the head of the message, or behind what stood in it, at its tail."""
     if content.startswith(_TASK):
         return _open_webui(content, 0)
@@ -168,7 +185,7 @@ def _open_webui_system(content: str, known: KnownTexts) -> list[Block] | None:
 
 
 # ---------------------------------------------------------------------- AnythingLLM
-def _anything_llm(content: str, known: KnownTexts) -> list[Block] | None:
+def _anything_llm(content: str, known: KnownTexts) -> Cut | None:
     """`[CONTEXT 0]: …`, numbered, so that what fits can be read in one way only."""
     last = re.search(r"\n\[END CONTEXT (\d{1,4})\]\n\n\Z", content)
     if last is None:
@@ -178,47 +195,26 @@ def _anything_llm(content: str, known: KnownTexts) -> list[Block] | None:
     closings = [f"\n[END CONTEXT {at}]\n\n" for at in range(count)]
     first = f"\nContext:\n{openings[0]}"
     between = [f"{one}{other}" for one, other in zip(closings, openings[1:], strict=False)]
-    places = []
-    for delimiter in (first, *between, closings[-1]):
-        if content.count(delimiter) != 1:
-            return None
-        places.append(content.index(delimiter))
+    delimiters = (first, *between, closings[-1])
+    if any(content.count(one) != 1 for one in delimiters):
+        return None
+    places = [content.index(one) for one in delimiters]
     if places != sorted(places):
         return None
-    blocks, at = [], places[0] + len(first)
-    for number, end in enumerate(places[1:]):
-        start = at - len(openings[number])
-        behind = end + len(closings[number])
-        blocks.append(Block(start, behind, content[at:end]))
-        at = behind + len(openings[number + 1]) if number + 1 < count else behind
-    return blocks
+    begins = [place + len(one) for place, one in zip(places, delimiters, strict=True)]
+    texts = (content[at:end] for at, end in zip(begins, places[1:], strict=False))
+    return Cut(places[0], len(content), tuple((text, "") for text in texts))
 
 
-def _anything_llm_agent(content: str, known: KnownTexts) -> list[Block] | None:
+def _anything_llm_agent(content: str, known: KnownTexts) -> Cut | None:
     opening, closing = "\n\n<attached_documents>\n", "\n</attached_documents>"
     if content.count(opening) != 1 or not content.endswith(closing):
         return None
-    start, end = content.index(opening) + len(opening), len(content) - len(closing)
+    at, end = content.index(opening), len(content) - len(closing)
     named = re.compile(r'<document name="[^"\n]*">\n')
-    return _tagged(content, start, end, named, "\n</document>", '<document name="')
-
-
-def _tagged(
-    content: str, start: int, end: int, opening: re.Pattern[str], closing: str, counted: str
-) -> list[Block] | None:
-    """Blocks between tags, on lines of their own, that fill a range."""
-    blocks, at = [], start
-    while at < end:
-        begun = opening.match(content, at)
-        closed = -1 if begun is None else content.find(closing, begun.end(), end)
-        if begun is None or closed < 0:
-            return None
-        behind = closed + len(closing)
-        blocks.append(Block(at, behind, content[begun.end() : closed]))
-        if behind < end and content[behind] != "\n":
-            return None
-        at = behind + 1
-    return blocks if content.count(counted, start, end) == len(blocks) else None
+    tag = '<document name="'
+    documents = _tagged(content, at + len(opening), end, named, "\n</document>", tag)
+    return None if documents is None else Cut(at, len(content), documents)
 
 
 # ---------------------------------------------------------------------- LibreChat
@@ -230,6 +226,7 @@ _LEARNED: Final = (
     "\n        </context>\n\n        Use the context as your learned knowledge to better answer "
     "the user.\n"
 )
+_ATTACHED: Final = re.compile(r"The user has attached (a|\d+) files? to the conversation:\n")
 _FILE: Final = re.compile(
     r"\n          <file>\n            <filename>[^\n]*</filename>\n            <context>"
 )
@@ -238,14 +235,15 @@ _ITEM: Final = "\n            <contextItem>\n              <![CDATA["
 _ITEM_END: Final = "]]>\n            </contextItem>"
 
 
-def _librechat(content: str, known: KnownTexts) -> list[Block] | None:
+def _librechat(content: str, known: KnownTexts) -> Cut | None:
     if content.count(_SEARCHED) != 1 or content.count(_LEARNED) != 1:
         return None
-    head = re.search(r"The user has attached (a|\d+) files? to the conversation:\n", content)
-    at, end = content.index(_SEARCHED) + len(_SEARCHED), content.index(_LEARNED)
-    if head is None or not head.end() <= at <= end:
+    head = _ATTACHED.search(content)
+    start, end = content.index(_SEARCHED) + len(_SEARCHED), content.index(_LEARNED)
+    if head is None or not head.end() <= start <= end:
         return None
-    start, blocks, files = at, [], 0
+    found: list[tuple[str, str]] = []
+    at, files = start, 0
     while at < end:
         named = _FILE.match(content, at)
         if named is None:
@@ -255,19 +253,19 @@ def _librechat(content: str, known: KnownTexts) -> list[Block] | None:
             closed = content.find(_ITEM_END, at, end)
             if closed < 0:
                 return None
-            behind = closed + len(_ITEM_END)
-            blocks.append(Block(at, behind, content[at + len(_ITEM) : closed]))
-            at = behind
+            found.append((content[at + len(_ITEM) : closed], ""))
+            at = closed + len(_ITEM_END)
         if not content.startswith(_FILE_END, at):
             return None
         at += len(_FILE_END)
     counts = {content.count(one, start, end) for one in ("<![CDATA[", "]]>")}
-    fits = counts <= {len(blocks)} and files == (1 if head[1] == "a" else int(head[1]))
-    return blocks if fits else None
+    if counts != {len(found)} or files != (1 if head[1] == "a" else int(head[1])):
+        return None
+    return Cut(head.start(), end + len(_LEARNED), tuple(found))
 
 
 # ---------------------------------------------------------------------- joined by blank lines
-def _joined(opening: str, closing: str | None) -> Reading:
+def _joined(before: str, opening: str, closing: str = "", *, is_open: bool = False) -> Reading:
     """Reads a context that is documents joined by white space.
 
     Where one ends cannot be told from the text, so it has to consist of texts that the tenant has
@@ -275,21 +273,28 @@ def _joined(opening: str, closing: str | None) -> Reading:
     each has to begin with a line that says its path.
 
     Args:
-        opening: Pattern of what the message begins with.
-        closing: What stands behind the context, once; None for the message's end.
+        before: Pattern of what the message begins with, which stays.
+        opening: Pattern of what stands between that and the context; it is cut out, too.
+        closing: What stands behind the context, once; "" for the message's end.
+        is_open: Whether `closing` says something beside the context, and stays.
     """
-    begins = re.compile(opening, re.DOTALL)
+    begins = re.compile(f"({before}){opening}", re.DOTALL)
 
-    def read(content: str, known: KnownTexts) -> list[Block] | None:
+    def read(content: str, known: KnownTexts) -> Cut | None:
         begun = begins.match(content)
         if begun is None:
             return None
         start, end = begun.end(), len(content)
-        if closing is not None:
+        if closing:
             if content.count(closing, start) != 1:
                 return None
             end = content.index(closing, start)
-        return _by_paths(content, start, end) or _of_known(content, start, end, known)
+        context = content[start:end]
+        texts = _by_paths(context) or _of_known(context, known)
+        if texts is None:
+            return None
+        behind = end if is_open else end + len(closing)
+        return Cut(begun.end(1), behind, tuple((text, "") for text in texts))
 
     return read
 
@@ -297,29 +302,22 @@ def _joined(opening: str, closing: str | None) -> Reading:
 _PATH: Final = re.compile(r"(?:\A|\n\n)(?=(?:page_label: [^\n]*\n)?file_path: [^\n]*\n\n)")
 
 
-def _by_paths(content: str, start: int, end: int) -> list[Block] | None:
-    context = content[start:end]
+def _by_paths(context: str) -> list[str] | None:
     cuts = [found.end() for found in _PATH.finditer(context)]
     if not cuts or cuts[0] != 0:
         return None
     ends = [*cuts[1:], len(context)]
-    return [
-        Block(start + at, start + behind, context[at:behind].strip())
-        for at, behind in zip(cuts, ends, strict=True)
-    ]
+    return [context[at:behind].strip() for at, behind in zip(cuts, ends, strict=True)]
 
 
-def _of_known(content: str, start: int, end: int, known: KnownTexts) -> list[Block] | None:
-    context = content[start:end]
+def _of_known(context: str, known: KnownTexts) -> list[str] | None:
     found = known.find(context)
     at = 0
     for one in found:
         if context[at : one.start].strip():
             return None
         at = one.end
-    if not found or context[at:].strip():
-        return None
-    return [Block(start + one.start, start + one.end, one.text) for one in found]
+    return None if not found or context[at:].strip() else [one.text for one in found]
 
 
 _E: Callable[[str], str] = re.escape
@@ -328,12 +326,15 @@ _SHORT: Final = "-" * 20
 _CLASSIC: Final = (
     r"Use the following pieces of context to answer the user'?s question\. ?\n"
     + _E("If you don't know the answer, just say that you don't know, don't try to make up an ")
-    + _E("answer.\n----------------\n")
+    + _E("answer.\n")
 )
-_CONCISE: Final = _E(
-    "You are an assistant for question-answering tasks. Use the following pieces of retrieved "
-    "context to answer the question. If you don't know the answer, just say that you don't know. "
-    "Use three sentences maximum and keep the answer concise.\n"
+_CONCISE: Final = (
+    _E(
+        "You are an assistant for question-answering tasks. Use the following pieces of retrieved "
+        "context to answer the question. If you don't know the answer, "
+    )
+    + "(?:just )?"
+    + _E("say that you don't know. Use three sentences maximum and keep the answer concise.\n")
 )
 _COMPLETED: Final = _E(
     "Use the following pieces of context to answer the question at the end. If you don't know the "
@@ -387,10 +388,7 @@ FORMS: Final = (
         "LlamaIndex 0.10 to 0.14 and LlamaIndex.TS, query engines",
         "llama_index/core/prompts/chat_prompts.py, CHAT_TEXT_QA_PROMPT",
         "user",
-        _joined(
-            _E(f"Context information is below.\n{_LINE}\n"),
-            f"\n{_LINE}\nGiven the context information and not prior knowledge, ",
-        ),
+        _joined("", _E(f"Context information is below.\n{_LINE}\n"), f"\n{_LINE}\n"),
     ),
     PackedForm(
         "llama-index-summary",
@@ -398,8 +396,9 @@ FORMS: Final = (
         "llama_index/core/prompts/chat_prompts.py, CHAT_TREE_SUMMARIZE_PROMPT",
         "user",
         _joined(
+            "",
             _E(f"Context information from multiple sources is below.\n{_LINE}\n"),
-            f"\n{_LINE}\nGiven the information from multiple sources and not prior knowledge, ",
+            f"\n{_LINE}\n",
         ),
     ),
     PackedForm(
@@ -408,6 +407,7 @@ FORMS: Final = (
         "llama_index/core/chat_engine/context.py, DEFAULT_CONTEXT_TEMPLATE",
         "system",
         _joined(
+            "",
             _E(f"Use the context information below to assist the user.\n{_SHORT}\n"),
             f"\n{_SHORT}\n",
         ),
@@ -419,8 +419,10 @@ FORMS: Final = (
         "system",
         _joined(
             r"\n  The following is a friendly conversation between a user and an AI assistant\.\n"
-            r".{0,400}?\n  Here are the relevant documents for the context:\n\n  ",
+            r".{0,400}?\n",
+            r"  Here are the relevant documents for the context:\n\n  ",
             _CONDENSED,
+            is_open=True,
         ),
     ),
     PackedForm(
@@ -428,28 +430,33 @@ FORMS: Final = (
         "LlamaIndex.TS 0.6, ContextChatEngine",
         "packages/core/src/chat-engine/default-context-generator.ts",
         "system",
-        _joined(_E(f"Context information is below.\n{_LINE}\n"), f"\n{_LINE}"),
+        _joined("", _E(f"Context information is below.\n{_LINE}\n"), f"\n{_LINE}"),
     ),
     PackedForm(
         "langchain",
         "LangChain, RetrievalQA and its like over a chat model (Python and JS)",
         "langchain_classic/chains/question_answering/stuff_prompt.py",
         "system",
-        _joined(_CLASSIC, None),
+        _joined(_CLASSIC, r"----------------\n"),
     ),
     PackedForm(
         "langchain-completion",
         "LangChain, RetrievalQA and its like over a completing model (Python and JS)",
         "langchain_classic/chains/question_answering/stuff_prompt.py",
         "user",
-        _joined(_COMPLETED, "\n\nQuestion: "),
+        _joined(_COMPLETED, "", "\n\nQuestion: ", is_open=True),
     ),
     PackedForm(
         "langchain-hub",
         "LangChain, the hub's rlm/rag-prompt",
         "rlm/rag-prompt, commit 50442af1",
         "user",
-        _joined(_CONCISE + r"Question: (?:(?! \nContext: ).)* \nContext: ", " \nAnswer:"),
+        _joined(
+            _CONCISE + r"Question: (?:(?! \nContext: ).)*",
+            r" \nContext: ",
+            " \nAnswer:",
+            is_open=True,
+        ),
     ),
     PackedForm(
         "langchain-hub-chat",
@@ -457,7 +464,8 @@ FORMS: Final = (
         "langchain-ai/retrieval-qa-chat, commit b60afb62",
         "system",
         _joined(
-            _E("Answer any use questions based solely on the context below:\n\n<context>\n"),
+            _E("Answer any use questions based solely on the context below:\n"),
+            r"\n<context>\n",
             "\n</context>",
         ),
     ),
@@ -469,8 +477,8 @@ FORMS: Final = (
         _joined(
             f"(?:{_CONCISE}|"
             + _E("You are a helpful assistant. Use the following context in your response:\n")
-            + r")\n",
-            None,
+            + r")",
+            r"\n",
         ),
     ),
     PackedForm(
@@ -479,8 +487,10 @@ FORMS: Final = (
         "haystack-tutorials: tutorials/27_First_RAG_Pipeline.ipynb",
         "user",
         _joined(
-            _E("\nGiven the following information, answer the question.\n\nContext:\n"),
+            _E("\nGiven the following information, answer the question.\n"),
+            r"\nContext:\n",
             "\n\nQuestion: ",
+            is_open=True,
         ),
     ),
 )
@@ -529,25 +539,19 @@ class Recogniser:
             if form.role not in places:
                 continue
             at = places[form.role]
-            blocks = form.read(turns[at]["content"], known)
-            if not blocks or not any(one.text.strip() for one in blocks):
+            content = turns[at]["content"]
+            found = form.read(content, known)
+            if found is None:
                 continue
-            content = _without(turns[at]["content"], blocks)
-            cut = [*turns[:at], {**turns[at], "content": content}, *turns[at + 1 :]]
-            told = [one for one in blocks if one.text.strip()]
-            texts, ids = tuple(one.text for one in told), tuple(one.id for one in told)
-            if len(texts) > limits.max_documents or any(
+            told = [(text, id) for text, id in found.documents if text.strip()]
+            texts, ids = tuple(text for text, _ in told), tuple(id for _, id in told)
+            rest = content[: found.start] + content[found.end :]
+            is_too_much = len(texts) > limits.max_documents or any(
                 len(text.encode("utf-8", "replace")) > limits.max_document_bytes for text in texts
-            ):
+            )
+            if not texts or is_too_much or (form.role == "user" and not rest.strip()):
                 return None
             self.note(namespace, texts)
+            cut = [*turns[:at], {**turns[at], "content": rest.strip("\n")}, *turns[at + 1 :]]
             return cut, Packed(form.name, texts, ids, form.cites)
         return None
-
-
-def _without(content: str, blocks: Sequence[Block]) -> str:
-    parts, at = [], 0
-    for one in blocks:
-        parts.append(content[at : one.start])
-        at = one.end
-    return "".join([*parts, content[at:]])

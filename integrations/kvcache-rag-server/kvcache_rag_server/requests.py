@@ -188,6 +188,9 @@ DEFAULT_TOKENS: Final = 16
 
 MOST_ANSWERS: Final = 8
 
+MOST_STOPS: Final = 16
+"""Editors send more than OpenAI's four."""
+
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -204,6 +207,7 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: Text
+    cache_control: dict[str, JsonValue] | None = Field(None, description="Ignored.")
 
 
 Content = Annotated[
@@ -223,6 +227,9 @@ class ChatMessage(RequestModel):
     audio: None = None
     function_call: None = None
     reasoning_content: Text | None = Field(None, description="Ignored.")
+    reasoning: Text | None = Field(None, description="Ignored.")
+    reasoning_details: list[JsonValue] | None = Field(None, description="Ignored.")
+    parsed: JsonValue | None = Field(None, description="Ignored; clients add it.")
     tool_calls: list[SentCall] | None = Field(None, description="An assistant's.")
     tool_call_id: SomeText | None = Field(None, description="Of the call that a tool answers.")
 
@@ -338,7 +345,7 @@ class CompletionFields(RequestModel):
     stop: (
         Annotated[
             Annotated[StopText, Tag("(string)")]
-            | Annotated[list[StopText], Field(max_length=4), Tag("(list)")],
+            | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("(list)")],
             Discriminator(_text_or_list),
         ]
         | None
@@ -432,6 +439,9 @@ class ChatRequest(CompletionFields):
     metadata: dict[str, JsonValue] | None = Field(None, description="Ignored.")
     service_tier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: chunks are their own keys.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    reasoning_effort: str | None = Field(None, description="Ignored.")
+    verbosity: str | None = Field(None, description="Ignored.")
     safety_identifier: str | None = Field(None, description="Ignored.")
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvcache_rag.generation.tools import AnswerPart, Reasoning, ToolCall
 from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started
@@ -54,6 +55,7 @@ class InputText(RequestModel):
     text: Text
     annotations: list[JsonValue] | None = Field(None, description=_IGNORED)
     logprobs: list[JsonValue] | None = Field(None, description=_IGNORED)
+    parsed: JsonValue | None = Field(None, description=_IGNORED)
 
 
 Texts = Annotated[
@@ -79,6 +81,7 @@ class InputCall(RequestModel):
     call_id: SomeText
     name: SomeText
     arguments: Text
+    parsed_arguments: JsonValue | None = Field(None, description=_IGNORED)
     id: str | None = Field(None, description=_IGNORED)
     status: str | None = Field(None, description=_IGNORED)
 
@@ -104,20 +107,35 @@ class InputThought(RequestModel):
     status: str | None = Field(None, description=_IGNORED)
 
 
+def _refuse(kind: str) -> str:
+    raise PydanticCustomError(
+        "kept",
+        "it names something of an earlier answer, and nothing is kept of any; send store: false "
+        "and the whole conversation",
+    )
+
+
+class ItemReference(RequestModel):
+    """A thing of an earlier answer by its id, which nobody knows here."""
+
+    type: Annotated[Literal["item_reference"], AfterValidator(_refuse)]
+    id: str | None = None
+
+
+_KINDS: Final = ("function_call", "function_call_output", "reasoning", "item_reference")
+
+
 def _kind(given: Any) -> str:
     kind = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
-    return (
-        f"({kind})"
-        if kind in ("function_call", "function_call_output", "reasoning")
-        else "(message)"
-    )
+    return f"({kind})" if kind in _KINDS else "(message)"
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("(message)")]
     | Annotated[InputCall, Tag("(function_call)")]
     | Annotated[InputResult, Tag("(function_call_output)")]
-    | Annotated[InputThought, Tag("(reasoning)")],
+    | Annotated[InputThought, Tag("(reasoning)")]
+    | Annotated[ItemReference, Tag("(item_reference)")],
     Discriminator(_kind),
 ]
 
@@ -126,6 +144,13 @@ class FlatTool(FunctionTool):
     """A function that the answer may call."""
 
     type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_only(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("type", "function") != "function":
+            raise PydanticCustomError("kind", "there are tools of the type function only")
+        return given
 
 
 class FlatNamed(NamedFunction):
@@ -199,8 +224,10 @@ class ResponsesRequest(RequestModel):
     reasoning: dict[str, JsonValue] | None = Field(None, description=_IGNORED)
     stream_options: dict[str, JsonValue] | None = Field(None, description=_IGNORED)
     service_tier: str | None = Field(None, description=_IGNORED)
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(None, description=_IGNORED)
+    max_tool_calls: int | None = Field(None, description="Ignored: tools are called by the client.")
     prompt_cache_key: str | None = Field(None, description=_IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=_IGNORED)
     safety_identifier: str | None = Field(None, description=_IGNORED)
     background: Literal[False] | None = None
     previous_response_id: None = None

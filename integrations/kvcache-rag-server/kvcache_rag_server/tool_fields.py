@@ -21,6 +21,7 @@ class CalledFunction(RequestModel):
 
     name: SomeText
     arguments: Text = Field("{}", description="An object in JSON.")
+    parsed_arguments: JsonValue | None = Field(None, description="Ignored; clients add it.")
 
 
 class SentCall(RequestModel):
@@ -55,14 +56,16 @@ class FunctionTool(RequestModel):
     parameters: dict[str, JsonValue] | None = Field(None, description="A JSON schema.")
     strict: bool | None = Field(
         None,
-        description="Where a call is required or named, its arguments fit the schema in any case.",
+        description="Whether a schema with keywords that no grammar holds is refused.",
     )
 
     @property
     def described(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
         parameters = self.parameters or {"type": "object", "properties": {}}
-        about = {"name": self.name, "description": self.description or ""}
+        about: dict[str, Any] = {"name": self.name, "description": self.description or ""}
+        if self.strict:
+            about["strict"] = True
         return {"type": "function", "function": {**about, "parameters": parameters}}
 
 

@@ -15,6 +15,7 @@ from kvcache_rag_server.backend import Finished
 from kvcache_rag_server.calls import (
     OF_SAMPLING,
     EngineCall,
+    cited,
     engine_options,
     grounded,
     is_sampled,
@@ -180,7 +181,7 @@ class JobRunner:
         for job, first, answer, is_wanted in zip(jobs, begun, answers, wanted, strict=True):
             if is_wanted:
                 job.deliver(first)
-                job.deliver(Finished(answer))
+                job.deliver(Finished(cited(job.work, answer)))
         load = sum(answer.metrics.load + answer.metrics.reading for answer in answers)
         return Served(sum(wanted), seconds, seconds - load if any(wanted) else None)
 

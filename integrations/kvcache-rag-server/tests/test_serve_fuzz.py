@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
     "POST /v1/prefill",
     "POST /v1/explain",
     "GET /v1/models",

@@ -268,6 +268,9 @@ async def test_what_changes_nothing_is_taken() -> None:
         "store": False,
         "metadata": {"a": 1},
         "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "prompt_cache_retention": "24h",
     }
     assert (await asked(chat(**given))).question
     assert (await asked(chat(**dict.fromkeys([*given, "audio", "seed", "top_k"])))).question

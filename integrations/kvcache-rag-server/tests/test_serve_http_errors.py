@@ -70,6 +70,7 @@ def call(arguments: str) -> dict[str, Any]:
         ({"audio": {"voice": "a"}}, "audio", "text only"),
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"stop": ["a", "b" * 257]}, "stop[1]", "at most 256"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "streams only"),
         ({"docments": 1}, "docments", "there is no field docments; did you mean documents?"),
         ({"model": None}, "model", "missing"),

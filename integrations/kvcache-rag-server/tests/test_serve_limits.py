@@ -436,7 +436,7 @@ async def test_a_page_of_another_origin_gets_nowhere() -> None:
 async def test_every_route_that_reads_a_body_checks_it() -> None:
     app, _ = scripted()
     paths = [path for path, methods in app.openapi()["paths"].items() if "post" in methods]
-    assert len(paths) == 4
+    assert len(paths) == 5
     async with client(app) as http:
         for path in paths:
             reply = await http.post(path, json={"a": json.loads(nested(DEEPEST + 1))})

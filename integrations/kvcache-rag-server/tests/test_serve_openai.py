@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 import torch
+from pydantic import BaseModel
 from scripted import NATIVE, RESPONSE
 from scripted import scripted as scripted_model
 from serve_fakes import DEADLINE, chat, client, running, settings, tiny_backend
@@ -78,7 +79,9 @@ def over_documents(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
 @pytest.mark.parametrize("where", [dict, over_documents], ids=["a chat", "over documents"])
 def test_a_call_that_has_to_be_made_fits_its_tool(sync: Any, where: Any, choice: Any) -> None:
-    asked = where(tools=[ADD, FIND], tool_choice=choice, max_tokens=64, parallel_tool_calls=False)
+    asked = where(tools=[ADD, FIND], tool_choice=choice, max_tokens=64)
+    if choice == "required":  # one that is named is called once by itself
+        asked["parallel_tool_calls"] = False
     (made,) = create(sync, **asked).choices
     (call,) = made.message.tool_calls
     assert made.finish_reason == "tool_calls"
@@ -163,6 +166,47 @@ def test_calls_in_the_models_own_form_are_openais(documents: Any) -> None:
     ]
     assert [*gathered] == [0, 1]
     assert len({one["id"] for one in gathered.values()}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_is_no_text(sync: openai.OpenAI, stream: bool) -> None:
+    asked = {"tools": [FIND], "tool_choice": "required", "max_tokens": 12}
+    if stream:
+        chunks = [one.choices[0] for one in create(sync, **asked, stream=True)]
+        content = "".join(one.delta.content or "" for one in chunks)
+        calls = [one.delta.tool_calls for one in chunks if one.delta.tool_calls]
+        reason = chunks[-1].finish_reason
+    else:
+        (choice,) = create(sync, **asked).choices
+        content, calls = choice.message.content or "", choice.message.tool_calls or []
+        reason = choice.finish_reason
+    assert (content, calls, reason) == ("", [], "length")
+
+
+def test_a_tools_schema_is_a_hint_unless_it_is_strict(sync: openai.OpenAI) -> None:
+    listed = {"type": "array", "items": {"type": "string", "maxLength": 4}, "uniqueItems": True}
+    parameters = {"type": "object", "properties": {"names": {**listed, "maxItems": 2}}}
+    tool: Any = {"type": "function", "function": {"name": "name", "parameters": parameters}}
+    asked = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 64}
+    (choice,) = create(sync, tools=[tool], **asked).choices
+    assert choice.message.tool_calls[0].function.name == "name"
+    tool["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        create(sync, tools=[tool], **asked)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own model
+def test_a_parsed_answer_can_be_given_back(sync: openai.OpenAI) -> None:
+    class Place(BaseModel):
+        found: bool
+
+    parsed = sync.chat.completions.parse(
+        model="tiny", messages=USER, response_format=Place, max_tokens=32
+    )
+    message = parsed.choices[0].message
+    assert isinstance(message.parsed, Place)
+    more: Any = [*USER, message, {"role": "user", "content": "Why?"}]
+    assert create(sync, messages=more, max_tokens=2).choices
 
 
 def test_what_should_be_a_call_and_cannot_be_read_is_text() -> None:

@@ -39,9 +39,9 @@ class JsonProcessor:
     Make one per call of the model; each `generate()` of the call (each round) begins anew.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        """Start every row from a copy of `matcher`."""
-        self._start = matcher
+    def __init__(self, matcher: Any, pieces: _Pieces) -> None:
+        """Start every row from a copy of `matcher`; `pieces` are the model's tokens."""
+        self._start, self._pieces = matcher, pieces
         self._rows: list[Any] = []
         self._seen: Tensor | None = None
 
@@ -74,8 +74,21 @@ class JsonProcessor:
         width = scores.shape[1]
         allowed = torch.zeros(scores.shape, dtype=torch.bool)
         for row, mask in enumerate(masks):
-            allowed[row, : len(mask)] = mask[:width] > 0
+            forced = self._forced(row)
+            if forced is None:
+                allowed[row, : len(mask)] = mask[:width] > 0
+            else:
+                allowed[row, forced] = True
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _forced(self, row: int) -> int | None:
+        """The token for what has to follow; None where the model has a choice.
+
+        Other tokens would be allowed, too: those that go on behind it.  Chosen for how they begin,
+        they would have the model say what it did not want to.
+        """
+        text = b"" if self._rows[row].is_stopped() else self._rows[row].compute_ff_bytes()
+        return self._pieces.longest(text)
 
     def _goes_on(self, input_ids: Tensor) -> bool:
         """Whether these ids are the last ones and one more token."""
@@ -123,20 +136,25 @@ class JsonGrammars:
         others = options.get("logits_processor") or ()
         return {**options, "logits_processor": [*others, self.processor(schema)]}
 
-    def processor(self, schema: dict[str, Any]) -> JsonProcessor:
+    def processor(self, schema: dict[str, Any], *, is_lenient: bool = False) -> JsonProcessor:
         """A logits processor that holds one call of `generate()` to a JSON schema.
+
+        Args:
+            schema: The schema.
+            is_lenient: Whether keywords that the grammar does not know are left out.
 
         Raises:
             MissingExtraError: If llguidance is not installed.
             InvalidInputError: If schema or tokenizer cannot be used.
         """
-        name = _checked(schema)
+        name = f"{is_lenient} {_checked(schema)}"
         with self._guard:
+            if self._tokens is None:
+                _llguidance()
+                self._tokens = _tokens(self._model, self._tokenizer)
+            pieces, tokens = self._tokens
             if name not in self._matchers:
-                text = json_grammar(schema)
-                if self._tokens is None:
-                    self._tokens = _tokens(self._model, self._tokenizer)
-                pieces, tokens = self._tokens
+                text = json_grammar(schema, is_lenient=is_lenient)
                 pieces.check(schema)
                 matcher = _llguidance().LLMatcher(tokens, text, log_level=0)
                 if matcher.is_error():
@@ -144,11 +162,15 @@ class JsonGrammars:
                 if len(self._matchers) >= _KEPT:
                     self._matchers.pop(next(iter(self._matchers)))
                 self._matchers[name] = matcher
-            return JsonProcessor(self._matchers[name])
+            return JsonProcessor(self._matchers[name], pieces)
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
+def json_grammar(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
     """The grammar of a JSON schema, in llguidance's form.
+
+    Args:
+        schema: The schema.
+        is_lenient: Whether keywords that the grammar does not know are left out.
 
     Raises:
         MissingExtraError: If llguidance is not installed.
@@ -156,10 +178,11 @@ def json_grammar(schema: dict[str, Any]) -> str:
     """
     _checked(schema)
     text, errors, _ = _grammar(schema, _WRITING)
-    if errors and errors[0].startswith(_UNKNOWN_FORMAT):
-        # A format is a hint.  So is much else for whoever is lenient, but not here.
+    if errors and (is_lenient or errors[0].startswith(_UNKNOWN_FORMAT)):
+        # A format is a hint.  So is much else for whoever is lenient.
         text, errors, warnings = _grammar(schema, {**_WRITING, "lenient": True})
-        errors += [one for one in warnings if not one.startswith(_UNKNOWN_FORMAT)]
+        if not is_lenient:
+            errors += [one for one in warnings if not one.startswith(_UNKNOWN_FORMAT)]
     if errors:
         raise _unusable("; ".join(errors))
     return text
@@ -345,6 +368,13 @@ class _Pieces:
             _, token, at = best[at]
             ids.append(token)
         return ids[::-1]
+
+    def longest(self, text: bytes) -> int | None:
+        """The longest token that begins a text; None where there is none."""
+        for end in range(min(len(text), _PIECE), 0, -1):
+            if text[:end] in self._named:
+                return self._named[text[:end]]
+        return None
 
     def _written(self, ids: list[int]) -> bytes:
         return b"".join(self.tokens[token] for token in ids)

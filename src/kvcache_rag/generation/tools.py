@@ -131,6 +131,11 @@ class ToolChoice:
         return self.may_call and self.choice != "auto"
 
     @property
+    def is_strict(self) -> bool:
+        """Whether a tool wants all of its schema to be kept."""
+        return any(tool["function"].get("strict") is True for tool in self.tools)
+
+    @property
     def callable_tools(self) -> list[Mapping[str, Any]]:
         """The functions that may be called."""
         functions = [tool["function"] for tool in self.tools]
@@ -148,7 +153,8 @@ class ToolChoice:
             if arguments.get("type") == "object":
                 arguments.setdefault("properties", {})
             calls.append(_object({"name": {"const": function["name"]}, "arguments": arguments}))
-        most = MOST_CALLS if self.parallel else 1
+        is_one = not self.parallel or self.choice not in ("auto", "required")
+        most = 1 if is_one else MOST_CALLS
         listed = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
         forms = [_object({"tool_calls": listed})]
         if not self.must_call:

@@ -204,7 +204,8 @@ class ConversationForms:
             is_fallback = not is_native and not choice.must_call
             # Of what is free, no grammar says that a call must be among it.
             tool_form, template, is_native = "json", None, False
-            options["logits_processor"] = [self.grammars.processor(choice.schema())]
+            held = self.grammars.processor(choice.schema(), is_lenient=not choice.is_strict)
+            options["logits_processor"] = [held]
         if has_calls and not is_native:
             instruction = choice.instruction() if tool_form == "json" else ""
             written = json_turns(written, instruction)
