@@ -275,3 +275,32 @@ def test_a_format_that_is_not_known_is_a_hint(format_: str) -> None:
     for beside in ({"not": {}}, {"format": 5}, {"oneOf": [{"minLength": 1}, {"minLength": 2}]}):
         with pytest.raises(InvalidInputError, match="cannot be held to this schema"):
             json_grammar({"items": {**known, **beside}})
+
+
+def test_what_is_forced_leaves_no_choice_and_goes_no_further() -> None:
+    """A token that goes on behind it, such as ` ".`, was chosen for how it begins."""
+    tokenizer = tokenizer_of("smollm2")
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=tokenizer.eos_token_id))
+    schema = {"properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    processor = JsonGrammars(model, tokenizer).processor({"type": "object", **schema})
+    ids, written, scores = torch.tensor([[1, 2]]), "", torch.zeros(1, len(tokenizer))
+    while True:
+        allowed = processor(ids, scores).isfinite().nonzero()[:, 1].tolist()
+        if len(allowed) > 1:
+            break
+        written += tokenizer.decode(allowed)
+        ids = torch.cat([ids, torch.tensor([allowed])], 1)
+    assert written == '{"answer": "'
+    assert len(allowed) > 10_000, "then the model says what it wants"
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [{"uniqueItems": True}, {"contains": {"type": "string"}}, {"not": {"type": "null"}}],
+    ids=lambda one: next(iter(one)),
+)
+def test_what_no_grammar_holds_is_left_out_where_that_is_asked(hint: dict[str, Any]) -> None:
+    schema = {"type": "array", "items": {"type": "string"}, **hint}
+    with pytest.raises(InvalidInputError, match="cannot be held to this schema"):
+        json_grammar(schema)
+    assert json_grammar(schema, is_lenient=True)

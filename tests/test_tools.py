@@ -137,6 +137,16 @@ def test_what_may_be_called_is_the_schema_of_an_answer() -> None:
     assert not accepts(named, {"tool_calls": [{"name": "stop", "arguments": {}}]})
 
 
+@pytest.mark.parametrize(
+    ("choice", "parallel", "most"),
+    [("required", None, 8), ("auto", None, 8), ("required", False, 1), ("search", None, 1)],
+)
+def test_a_tool_that_is_named_is_called_once(choice: str, parallel: Any, most: int) -> None:
+    schema = ToolChoice.of([SEARCH], choice, parallel).schema()
+    calls = next(one for one in schema.get("anyOf", [schema]) if "tool_calls" in one["properties"])
+    assert calls["properties"]["tool_calls"]["maxItems"] == most
+
+
 def test_definitions_of_several_tools_do_not_meet() -> None:
     def tool(name: str, kind: str) -> dict[str, Any]:
         parameters = {
