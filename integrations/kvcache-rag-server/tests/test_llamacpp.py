@@ -169,6 +169,27 @@ def test_what_llama_cpp_has_not_is_refused_in_one_sentence(
         assert printed.count("\n") == 1
 
 
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+
+
+async def test_what_changes_logits_holds_over_llama_cpp_too(app: FastAPI) -> None:
+    told = await post(app, logprobs=True, top_logprobs=2, n=2)
+    one, other = told["choices"]
+    places = one["logprobs"]["content"]
+    assert "".join(place["token"] for place in places).strip() == one["message"]["content"].strip()
+    assert all(place["logprob"] == place["top_logprobs"][0]["logprob"] for place in places)
+    assert one["message"] == other["message"]
+    held = await post(app, response_format={"type": "json_object"})
+    assert held["choices"][0]["message"]["content"].startswith("{")
+    called = await post(app, tools=[TOOL], tool_choice="required", max_tokens=64)
+    assert called["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "find"
+    first = await post(app, max_tokens=1)
+    (place,) = (await post(app, max_tokens=1, logprobs=True))["choices"][0]["logprobs"]["content"]
+    token = llama.engine().tokenizer.encode(place["token"], add_special_tokens=False)[0]
+    moved = await post(app, max_tokens=1, logit_bias={str(token): -100})
+    assert moved["choices"][0]["message"] != first["choices"][0]["message"]
+
+
 async def test_a_policy_that_llama_cpp_cannot_do_is_a_clear_4xx(app: FastAPI) -> None:
     async with client(app) as http:
         reply = await http.post(CHAT, json=body(kvcache={"policy": "cacheblend:0.3"}))
