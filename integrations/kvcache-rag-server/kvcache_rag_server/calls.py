@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcache_rag_server.backend import BackendRequest, PromptWriter, TokenLogprob
 
 # Options that change nothing where nothing is sampled.
-OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
+OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "do_sample"})
 
 # Of logits, by OpenAI's names; the engine knows functions instead.
 _OF_LOGITS = ("frequency_penalty", "presence_penalty", "logit_bias")

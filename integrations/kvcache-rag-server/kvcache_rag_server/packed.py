@@ -553,5 +553,17 @@ class Recogniser:
                 return None
             self.note(namespace, texts)
             cut = [*turns[:at], {**turns[at], "content": rest.strip("\n")}, *turns[at + 1 :]]
+            if form.cites:
+                cut = [_uncited(turn) for turn in cut]
             return cut, Packed(form.name, texts, ids, form.cites)
         return None
+
+
+def _uncited(turn: Turn) -> Turn:
+    """A turn without the citation behind an earlier answer.
+
+    The model would write numbers like it, which name whatever comes to its mind: it sees no ids.
+    """
+    if turn["role"] != "assistant":
+        return turn
+    return {**turn, "content": re.sub(r" \[\d+\]\Z", "", turn["content"])}

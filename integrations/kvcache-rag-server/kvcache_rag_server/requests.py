@@ -19,7 +19,6 @@ from pydantic import (
 )
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.generation.tools import ToolChoice
 from kvcache_rag.integration.rows import document_text, fields_text
 from kvcache_rag.policies import ReusePolicy, policy_by_name
@@ -342,6 +341,12 @@ class CompletionFields(RequestModel):
     )
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=1, le=LARGEST)
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Least share of the likeliest token's probability."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Above 1 avoids what prompt and answer have."
+    )
     stop: (
         Annotated[
             Annotated[StopText, Tag("(string)")]
@@ -377,11 +382,17 @@ class CompletionFields(RequestModel):
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty,
         }
         penalties = {name: one for name, one in penalties.items() if one}
         if temperature < _COLDEST:
             return penalties
-        overrides = {"top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
+        overrides = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or None,
+            "seed": self.seed,
+        }
         # The model's own generation config may narrow; OpenAI's clients expect what they say.
         options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
         return {
@@ -585,7 +596,7 @@ def chat_work(
         system=system,
         max_new_tokens=body.max_completion_tokens
         or body.max_tokens
-        or min(DEFAULT_NEW_TOKENS, context.settings.max_answer_tokens),
+        or min(context.settings.answer_tokens, context.settings.max_answer_tokens),
         documents=documents,
         packed=packed,
         is_chat=documents is None,

@@ -107,6 +107,8 @@ class ServerSettings(LocalSettings, RequestLimits):
     """Further name under which the server may be asked ("*" for any); repeatable."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of another server that may ask it, such as https://app.example.org; repeatable."""
+    answer_tokens: int = Field(default=128, ge=1)
+    """Longest answer to a chat that does not say how long it may be, in tokens."""
     documents_as_text: bool = False
     """Leave documents that apps write into messages where they stand, instead of answering as if
     they had come in the field documents."""

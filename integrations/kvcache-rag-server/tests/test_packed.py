@@ -347,6 +347,14 @@ async def test_a_completion_is_read_as_a_message_of_the_user() -> None:
     assert QUESTION in work.question
 
 
+async def test_what_the_server_cited_before_is_not_told_to_the_model() -> None:
+    said = {"role": "assistant", "content": "It is [5] or Paris. [2]"}
+    messages = [ASKED, said, *EXAMPLES["open-webui"][1:]]
+    recognised, plain = await works_of(body(messages), body([ASKED, said, ASKED]))
+    assert [turn["content"] for turn in recognised.turns[:2]] == [QUESTION, "It is [5] or Paris."]
+    assert plain.turns[1]["content"] == said["content"]
+
+
 @pytest.mark.parametrize(
     ("ids", "places", "answer", "cited"),
     [

@@ -378,6 +378,19 @@ def test_penalties_and_biases_are_openais_formula(
     assert got.choices[0].message.content == text
 
 
+def test_repetitions_are_avoided_and_unlikely_tokens_left_out(
+    sync: openai.OpenAI, engine: Engine
+) -> None:
+    def said(**fields: Any) -> str:
+        asked: Any = {"model": "tiny", "prompt": "The red lamp", "max_tokens": 12, **fields}
+        return str(sync.completions.create(**asked).choices[0].text)
+
+    expected = engine.complete("The red lamp", max_new_tokens=12, repetition_penalty=1.9).text
+    assert said(extra_body={"repetition_penalty": 1.9}) == expected != said()
+    sampled = said(temperature=2.0, seed=7, extra_body={"min_p": 1.0})
+    assert sampled == said(), "the likeliest alone is left"
+
+
 def test_a_bias_of_no_token_is_refused(sync: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="logit_bias names the token 999999999"):
         create(sync, max_tokens=8, logit_bias={"999999999": 1})

@@ -30,7 +30,7 @@ GROUPS: Final = {
     **MODEL_GROUPS,
     "answers": (
         *("served_name", "policy", "memory_bytes", *MODEL_GROUPS["answers"], "max_batch"),
-        *("max_waiting", "prefetch", "prefetch_after", "documents_as_text"),
+        *("max_waiting", "prefetch", "prefetch_after", "answer_tokens", "documents_as_text"),
     ),
     "servers of vLLM (--backend vllm)": ("base_url", "backend_key"),
     "network": ("host", "port", "allowed_hosts", "allowed_origins", "heartbeat", "grace"),
