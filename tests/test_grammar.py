@@ -304,3 +304,13 @@ def test_what_no_grammar_holds_is_left_out_where_that_is_asked(hint: dict[str, A
     with pytest.raises(InvalidInputError, match="cannot be held to this schema"):
         json_grammar(schema)
     assert json_grammar(schema, is_lenient=True)
+
+
+def test_patterns_that_a_text_may_have_to_fit_together_are_few() -> None:
+    """Fifteen took 25 seconds, in which nobody was answered, and each more four times as long."""
+    parts = [{"type": "string", "pattern": f".*a.{{{size}}}b.*"} for size in range(5, 20)]
+    with pytest.raises(InvalidInputError, match="15 patterns and formats and may have 8"):
+        json_grammar({"properties": {"x": {"allOf": parts}}})
+    with pytest.raises(InvalidInputError, match="characters and may have 262144"):
+        json_grammar({"description": "x" * 300_000})
+    assert json_grammar({"properties": {f"p{at}": one for at, one in enumerate(parts)}})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.grammar import json_instruction
 from kvcache_rag.generation.request import retrieved_chunks
-from kvcache_rag.generation.tools import ToolChoice, UnreadableCall, read_whole
+from kvcache_rag.generation.tools import ToolCall, ToolChoice, UnreadableCall, read_whole
 from kvcache_rag.integration.chat import ConversationForms
 from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece
@@ -164,7 +164,9 @@ class EngineCall:
     ) -> Finished:
         recorder = self._recorder()
         reader = self._reader()
-        sender = None if emit is None else PieceSender(emit, index, reader, recorder)
+        sender = None
+        if emit is not None:
+            sender = PieceSender(emit, index, reader, recorder, self._choice)
         options = engine_options(self.work)
         options.update(cancelled=cancelled, emit=sender)
         processors = [*filter(None, (recorder, self._penalties())), *self.processors]
@@ -179,7 +181,7 @@ class EngineCall:
             sender.finish(answer, answer.text[len(written.text) :])
         left: tuple[TokenLogprob, ...] = ()
         if recorder is not None:
-            left = recorder.rest(answer.token_ids, answer.finish_reason == "stop")
+            left = recorder.rest(written.token_ids, written.text)
         parts = self._parts(answer, sender)
         return Finished(answer, parts, left)
 
@@ -208,7 +210,12 @@ class EngineCall:
         reader = self._reader()
         if reader is None or answer.metrics.says_none:
             return None
-        return tuple(whole(answer, read_whole(reader, answer.text)))
+        parts = whole(answer, read_whole(reader, answer.text))
+        return tuple(allowed(self._choice, parts))
+
+    @property
+    def _choice(self) -> ToolChoice:
+        return self.work.tools or ToolChoice()
 
     def _reader(self) -> AnswerReader | None:
         return None if self.form is None else self.form.reader(lambda: self.prompt)
@@ -228,6 +235,24 @@ def whole(answer: Answer, parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     """Parts of an answer without the piece of a call at which it was cut."""
     is_cut = answer.finish_reason != "stop"
     return [part for part in parts if not (is_cut and isinstance(part, UnreadableCall))]
+
+
+def allowed(choice: ToolChoice, parts: Iterable[AnswerPart], made: int = 0) -> list[AnswerPart]:
+    """Parts without calls that nobody allowed, which models make that have seen some.
+
+    Args:
+        choice: Tools of the answer.
+        parts: Further parts.
+        made: Calls before them.
+    """
+    kept: list[AnswerPart] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            if not choice.may_call or (made and not choice.parallel):
+                continue
+            made += 1
+        kept.append(part)
+    return kept
 
 
 def cited(work: BackendRequest, answer: Answer) -> Answer:
@@ -256,7 +281,9 @@ class PieceSender:
         index: int,
         reader: AnswerReader | None,
         recorder: LogprobRecorder | None,
+        choice: ToolChoice,
     ) -> None:
+        self._choice = choice
         self.parts: list[AnswerPart] = []
         self._emit, self._index = emit, index
         self._reader, self._recorder = reader, recorder
@@ -276,7 +303,8 @@ class PieceSender:
             self._send([answer.text])
 
     def _send(self, parts: Sequence[AnswerPart]) -> None:
-        for part in parts:
+        made = sum(isinstance(part, ToolCall) for part in self.parts)
+        for part in allowed(self._choice, parts, made):
             self.parts.append(part)
             told: tuple[TokenLogprob, ...] = ()
             if self._recorder is not None:
@@ -289,17 +317,17 @@ class PieceSender:
 
 def prompt_tokens(engine: Engine, work: BackendRequest, chunk_tokens: int) -> int:
     """Tokens of a prompt over chunks of so many; of tools as if they stood by themselves."""
-    turns, _ = grounded(engine, work)
-    question, history = split(turns)
+    call = EngineCall.of(engine, work)
+    question, history = split(call.turns)
     tokens = chunk_tokens + len(engine.tokenize(question, (), history).all)
-    if work.tools is not None and work.tools.may_call:
-        tokens += len(engine.brought_ids(json.dumps(work.tools.tools, ensure_ascii=False)))
+    if call.chat.get("tools"):
+        tokens += len(engine.brought_ids(json.dumps(call.chat["tools"], ensure_ascii=False)))
     return tokens
 
 
 def _told(turns: Sequence[Turn], schema: Mapping[str, Any]) -> list[Turn]:
     """Turns of which the last one of the user says in which JSON to answer."""
-    if "properties" not in schema:  # any JSON: the user has said what
+    if {**schema} in ({}, {"type": "object"}):  # any JSON: the user has said what
         return [*turns]
     last = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=None)
     if last is None:

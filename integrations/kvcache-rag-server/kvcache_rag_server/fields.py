@@ -1,10 +1,11 @@
 """What all bodies are made of: texts, objects without further fields, and how one is refused."""
 
 # pydantic reads the annotations when models are made, so none is postponed.
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvcache_rag_server.backend import BAD_REQUEST, INVALID, Failed
@@ -25,6 +26,18 @@ Text = Annotated[str, AfterValidator(whole)]
 
 SomeText = Annotated[str, Field(min_length=1), AfterValidator(whole)]
 """A text that is not empty."""
+
+
+def _written(value: Any) -> Any:
+    try:
+        whole(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError) as error:
+        raise PydanticCustomError("json", "it is nothing that JSON can say") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_written)]
+"""An object that can be written again as it came."""
 
 
 class RequestModel(BaseModel):

@@ -193,5 +193,7 @@ def _texts(work: BackendRequest) -> Iterator[str]:
         if "tool_calls" in turn:
             yield json.dumps(turn["tool_calls"], ensure_ascii=False)
     yield from work.chunks
-    if work.tools is not None:
-        yield json.dumps(work.tools.tools, ensure_ascii=False)
+    if work.tools is not None and work.tools.may_call:
+        yield json.dumps(work.tools.callable_tools, ensure_ascii=False)
+    if work.schema is not None:
+        yield json.dumps(work.schema, ensure_ascii=False)

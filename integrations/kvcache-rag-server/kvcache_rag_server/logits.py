@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,14 +95,14 @@ class LogprobRecorder:
         self._told.append(
             TokenLogprob(
                 self._text(ids[0]),
-                float(row[ids[0]]),
-                tuple((self._text(one), value) for one, value in top),
+                _finite(float(row[ids[0]])),
+                tuple((self._text(one), _finite(value)) for one, value in top),
             )
         )
 
     def _text(self, token: int) -> str:
         text: str = self._tokenizer.decode(
-            [*self._anchor, token], clean_up_tokenization_spaces=False
+            [*self._anchor, token], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text[self._before :]
 
@@ -111,13 +112,23 @@ class LogprobRecorder:
         self._taken = len(self._told)
         return tuple(fresh)
 
-    def rest(self, ids: Sequence[int], ends: bool) -> tuple[TokenLogprob, ...]:
+    def rest(self, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
         """Those that `new` has not told when the answer is over.
 
         Args:
             ids: All tokens of the answer.
-            ends: Whether the last one ends it, and so is no part of its text.
+            text: Of the answer; tokens that are no part of it are left out, such as those of a
+                string at which it ends.
         """
-        if ids and not ends:
-            self._note(ids[-1:])
-        return self.new()
+        self._note(ids[-1:])
+        fresh, begins = [], sum(len(one.text) for one in self._told[: self._taken])
+        for one in self.new():
+            if begins < len(text):
+                fresh.append(one)
+            begins += len(one.text)
+        return tuple(fresh)
+
+
+def _finite(logprob: float) -> float:
+    """What JSON can have; OpenAI tells -9999 of what cannot come."""
+    return logprob if isfinite(logprob) else -9999.0

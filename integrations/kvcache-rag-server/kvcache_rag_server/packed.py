@@ -19,13 +19,13 @@ from cachetools import LRUCache
 from kvcache_rag.integration.known_texts import KnownTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvcache_rag.prompt.conversation import Turn
     from kvcache_rag_server.settings import RequestLimits
 
-_TENANTS: Final = 256
-_CHARACTERS: Final = 1 << 24  # of the texts that are known of one tenant
+_TENANTS: Final = 64
+_CHARACTERS: Final = 1 << 23  # of the texts that are known of one tenant
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class Cut:
 class Reading(Protocol):
     """Finds the documents of one form in a message."""
 
-    def __call__(self, content: str, known: KnownTexts) -> Cut | None:
+    def __call__(self, content: str, known: KnownTexts, most: int) -> Cut | None:
         """What is cut out of it; None where the form does not fit.
 
         Args:
             content: Of the message.
             known: Texts of documents that the tenant has sent.
+            most: Documents that there may be; where counting costs more with each, no more are
+                counted.
         """
 
 
@@ -64,7 +66,7 @@ class PackedForm:
         name: Told in answers and metrics.
         app: Whose form it is, and of which versions.
         source: Where the app's public code writes it.
-        role: Of the message: the first system message, or the last one of the user.
+        role: Of the message: a system message, or the last one of the user.
         read: Finds the documents.
         cites: Whether the app asks the model to cite a document as `[id]`.
     """
@@ -170,11 +172,11 @@ def _tagged(
     return tuple(found) if content.count(counted, start, end) == len(found) else None
 
 
-def _open_webui_user(content: str, known: KnownTexts) -> Cut | None:
+def _open_webui_user(content: str, known: KnownTexts, most: int) -> Cut | None:
     return _open_webui(content, 0)
 
 
-def _open_webui_system(content: str, known: KnownTexts) -> Cut | None:
+def _open_webui_system(content: str, known: KnownTexts, most: int) -> Cut | None:
     """At the head of the message, or behind what stood in it, at its tail."""
     if content.startswith(_TASK):
         return _open_webui(content, 0)
@@ -185,12 +187,14 @@ def _open_webui_system(content: str, known: KnownTexts) -> Cut | None:
 
 
 # ---------------------------------------------------------------------- AnythingLLM
-def _anything_llm(content: str, known: KnownTexts) -> Cut | None:
+def _anything_llm(content: str, known: KnownTexts, most: int) -> Cut | None:
     """`[CONTEXT 0]: …`, numbered, so that what fits can be read in one way only."""
     last = re.search(r"\n\[END CONTEXT (\d{1,4})\]\n\n\Z", content)
     if last is None:
         return None
     count = int(last[1]) + 1
+    if count > most:
+        return None
     openings = [f"[CONTEXT {at}]:\n" for at in range(count)]
     closings = [f"\n[END CONTEXT {at}]\n\n" for at in range(count)]
     first = f"\nContext:\n{openings[0]}"
@@ -206,7 +210,7 @@ def _anything_llm(content: str, known: KnownTexts) -> Cut | None:
     return Cut(places[0], len(content), tuple((text, "") for text in texts))
 
 
-def _anything_llm_agent(content: str, known: KnownTexts) -> Cut | None:
+def _anything_llm_agent(content: str, known: KnownTexts, most: int) -> Cut | None:
     opening, closing = "\n\n<attached_documents>\n", "\n</attached_documents>"
     if content.count(opening) != 1 or not content.endswith(closing):
         return None
@@ -226,7 +230,7 @@ _LEARNED: Final = (
     "\n        </context>\n\n        Use the context as your learned knowledge to better answer "
     "the user.\n"
 )
-_ATTACHED: Final = re.compile(r"The user has attached (a|\d+) files? to the conversation:\n")
+_ATTACHED: Final = re.compile(r"The user has attached (a|[0-9]{1,6}) files? to the conversation:\n")
 _FILE: Final = re.compile(
     r"\n          <file>\n            <filename>[^\n]*</filename>\n            <context>"
 )
@@ -235,7 +239,7 @@ _ITEM: Final = "\n            <contextItem>\n              <![CDATA["
 _ITEM_END: Final = "]]>\n            </contextItem>"
 
 
-def _librechat(content: str, known: KnownTexts) -> Cut | None:
+def _librechat(content: str, known: KnownTexts, most: int) -> Cut | None:
     if content.count(_SEARCHED) != 1 or content.count(_LEARNED) != 1:
         return None
     head = _ATTACHED.search(content)
@@ -265,7 +269,9 @@ def _librechat(content: str, known: KnownTexts) -> Cut | None:
 
 
 # ---------------------------------------------------------------------- joined by blank lines
-def _joined(before: str, opening: str, closing: str = "", *, is_open: bool = False) -> Reading:
+def _joined(
+    before: str, opening: str, closing: str = "", *, until: str = "", is_open: bool = False
+) -> Reading:
     """Reads a context that is documents joined by white space.
 
     Where one ends cannot be told from the text, so it has to consist of texts that the tenant has
@@ -276,15 +282,22 @@ def _joined(before: str, opening: str, closing: str = "", *, is_open: bool = Fal
         before: Pattern of what the message begins with, which stays.
         opening: Pattern of what stands between that and the context; it is cut out, too.
         closing: What stands behind the context, once; "" for the message's end.
+        until: Where `before` is followed by what the user says, the first text behind that, which
+            is cut out with the context.
         is_open: Whether `closing` says something beside the context, and stays.
     """
     begins = re.compile(f"({before}){opening}", re.DOTALL)
 
-    def read(content: str, known: KnownTexts) -> Cut | None:
+    def read(content: str, known: KnownTexts, most: int) -> Cut | None:
         begun = begins.match(content)
         if begun is None:
             return None
-        start, end = begun.end(), len(content)
+        frame, start, end = begun.end(1), begun.end(), len(content)
+        if until:
+            frame = content.find(until, start)
+            if frame < 0:
+                return None
+            start = frame + len(until)
         if closing:
             if content.count(closing, start) != 1:
                 return None
@@ -294,7 +307,7 @@ def _joined(before: str, opening: str, closing: str = "", *, is_open: bool = Fal
         if texts is None:
             return None
         behind = end if is_open else end + len(closing)
-        return Cut(begun.end(1), behind, tuple((text, "") for text in texts))
+        return Cut(frame, behind, tuple((text, "") for text in texts))
 
     return read
 
@@ -311,13 +324,7 @@ def _by_paths(context: str) -> list[str] | None:
 
 
 def _of_known(context: str, known: KnownTexts) -> list[str] | None:
-    found = known.find(context)
-    at = 0
-    for one in found:
-        if context[at : one.start].strip():
-            return None
-        at = one.end
-    return None if not found or context[at:].strip() else [one.text for one in found]
+    return [one.text for one in known.filling(context)] or None
 
 
 _E: Callable[[str], str] = re.escape
@@ -451,12 +458,7 @@ FORMS: Final = (
         "LangChain, the hub's rlm/rag-prompt",
         "rlm/rag-prompt, commit 50442af1",
         "user",
-        _joined(
-            _CONCISE + r"Question: (?:(?! \nContext: ).)*",
-            r" \nContext: ",
-            " \nAnswer:",
-            is_open=True,
-        ),
+        _joined(_CONCISE + "Question: ", "", " \nAnswer:", until=" \nContext: ", is_open=True),
     ),
     PackedForm(
         "langchain-hub-chat",
@@ -497,6 +499,13 @@ FORMS: Final = (
 
 
 # ---------------------------------------------------------------------- recognising
+def within(limits: RequestLimits, texts: Collection[str]) -> bool:
+    """Whether a request may have these documents."""
+    return len(texts) <= limits.max_documents and all(
+        len(text.encode("utf-8", "replace")) <= limits.max_document_bytes for text in texts
+    )
+
+
 @dataclass
 class Recogniser:
     """Finds packed documents in requests, and knows what each tenant has sent as documents.
@@ -515,7 +524,7 @@ class Recogniser:
         return found
 
     def note(self, namespace: str, texts: Iterable[str]) -> None:
-        """Texts that a tenant sent as documents."""
+        """Remember texts that a tenant sent as documents."""
         known = self.known(namespace)
         for text in texts:
             known.note(text)
@@ -530,26 +539,19 @@ class Recogniser:
             namespace: The tenant's.
             limits: Of documents; a message with more or longer ones stays a text.
         """
-        places = {}
-        for at, turn in enumerate(turns):
-            if turn["role"] == "user" or (turn["role"] == "system" and "system" not in places):
-                places[turn["role"]] = at
-        known = self.known(namespace)
-        for form in FORMS:
-            if form.role not in places:
-                continue
-            at = places[form.role]
+        system = [at for at, turn in enumerate(turns) if turn["role"] == "system"]
+        user = [at for at, turn in enumerate(turns) if turn["role"] == "user"]
+        places = {"system": system[::-1], "user": user[-1:]}
+        known, most = self.known(namespace), limits.max_documents
+        for form, at in [(one, place) for one in FORMS for place in places[one.role]]:
             content = turns[at]["content"]
-            found = form.read(content, known)
+            found = form.read(content, known, most)
             if found is None:
                 continue
             told = [(text, id) for text, id in found.documents if text.strip()]
             texts, ids = tuple(text for text, _ in told), tuple(id for _, id in told)
             rest = content[: found.start] + content[found.end :]
-            is_too_much = len(texts) > limits.max_documents or any(
-                len(text.encode("utf-8", "replace")) > limits.max_document_bytes for text in texts
-            )
-            if not texts or is_too_much or (form.role == "user" and not rest.strip()):
+            if not texts or not within(limits, texts) or (form.role == "user" and not rest.strip()):
                 return None
             self.note(namespace, texts)
             cut = [*turns[:at], {**turns[at], "content": rest.strip("\n")}, *turns[at + 1 :]]

@@ -30,8 +30,9 @@ from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.fields import RequestModel, SomeText, Text, whole, wrong
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AppContext
-from kvcache_rag_server.packed import Packed
+from kvcache_rag_server.packed import Packed, within
 from kvcache_rag_server.tool_fields import (
+    RESERVED,
     Choice,
     NamedTool,
     ResponseFormat,
@@ -345,7 +346,7 @@ class CompletionFields(RequestModel):
         None, ge=0, le=1, description="Least share of the likeliest token's probability."
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, le=10, description="Above 1 avoids what prompt and answer have."
+        None, ge=0.1, le=10, description="Above 1 avoids what prompt and answer have."
     )
     stop: (
         Annotated[
@@ -464,6 +465,8 @@ class ChatRequest(CompletionFields):
         """
         chosen = self.tool_choice
         name = chosen.function.name if isinstance(chosen, NamedTool) else chosen
+        if isinstance(chosen, NamedTool) and name in RESERVED:
+            raise wrong(f"a tool that is chosen cannot be named {name!r}; rename it", "tool_choice")
         functions = [one.function for one in self.tools or ()]
         choice = choice_of(functions, name, self.parallel_tool_calls)
         if choice is not None and choice.may_call and self.held_to is not None:
@@ -677,7 +680,7 @@ def _work(
         raise wrong(message, "stream_options")
     reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None, documents=None)
     chunks = chunks_of(documents or ())
-    if context.recogniser is not None:
+    if context.recogniser is not None and within(context.settings, chunks):
         context.recogniser.note(caller.namespace, chunks)
     return BackendRequest(
         chunks=tuple(chunks),

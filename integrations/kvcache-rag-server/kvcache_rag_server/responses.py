@@ -627,9 +627,10 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 def reason_of(finished: Finished) -> FinishReason:
     """Why an answer ended."""
-    if any(isinstance(part, ToolCall) for part in finished.parts or ()):
-        return "tool_calls"
-    return "stop" if finished.answer.finish_reason == "stop" else "length"
+    if finished.answer.finish_reason != "stop":
+        return "length"
+    is_call = any(isinstance(part, ToolCall) for part in finished.parts or ())
+    return "tool_calls" if is_call else "stop"
 
 
 def frame(data: Mapping[str, Any]) -> bytes:

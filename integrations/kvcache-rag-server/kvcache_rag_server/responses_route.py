@@ -2,7 +2,7 @@
 
 # FastAPI and pydantic read the annotations when routes and models are made, so none is postponed.
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from kvcache_rag.generation.tools import AnswerPart, Reasoning, ToolCall
 from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started
 from kvcache_rag_server.bodies import CheckedRoute
-from kvcache_rag_server.fields import RequestModel, SomeText, Text
+from kvcache_rag_server.fields import RequestModel, SomeText, Text, wrong
 from kvcache_rag_server.keys import Caller
 from kvcache_rag_server.lifecycle import AnswerResponse, AppContext
 from kvcache_rag_server.requests import (
@@ -218,7 +218,7 @@ class ResponsesRequest(RequestModel):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     store: bool | None = Field(None, description="Ignored: nothing is kept of an answer.")
-    metadata: dict[str, JsonValue] | None = Field(None, description="Given back.")
+    metadata: dict[Text, Text] | None = Field(None, description="Given back.")
     user: str | None = Field(None, description=_IGNORED)
     include: list[str] | None = Field(None, description=_IGNORED)
     reasoning: dict[str, JsonValue] | None = Field(None, description=_IGNORED)
@@ -236,6 +236,9 @@ class ResponsesRequest(RequestModel):
     @property
     def as_chat(self) -> ChatRequest:
         """The same as a chat."""
+        messages = _joined(self._messages())
+        if not messages:
+            raise wrong("the input has no message; put the question there", "input")
         same = ("model", "documents", "kvcache", "temperature", "top_p", "stream")
         chosen = self.tool_choice
         named = {"type": "function", "function": {"name": getattr(chosen, "name", "")}}
@@ -243,7 +246,7 @@ class ResponsesRequest(RequestModel):
         return ChatRequest.model_validate(
             {
                 **{name: getattr(self, name) for name in same},
-                "messages": [*self._messages()],
+                "messages": messages,
                 "max_tokens": self.max_output_tokens,
                 "tools": [{"type": tool.pop("type"), "function": tool} for tool in tools],
                 "tool_choice": named if isinstance(chosen, FlatNamed) else chosen,
@@ -268,6 +271,18 @@ class ResponsesRequest(RequestModel):
             elif isinstance(one, InputResult):
                 result = {"tool_call_id": one.call_id, "content": _content(one.output)}
                 yield {"role": "tool", **result}
+
+
+def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which what an answer said and called is one, as it was given."""
+    joined: list[dict[str, Any]] = []
+    for one in messages:
+        last = joined[-1] if joined else {}
+        if one["role"] == last.get("role") == "assistant" and "tool_calls" in one:
+            last.setdefault("tool_calls", []).extend(one["tool_calls"])
+        else:
+            joined.append(one)
+    return joined
 
 
 def _content(texts: str | Sequence[InputText]) -> Any:
@@ -307,13 +322,11 @@ class ResponsesForm:
         parts = (finished.answer.text,) if finished.parts is None else finished.parts
         for part in parts:
             [*self._taken(part)]
-        [*self._closed()]
+        [*self._closed(self._status(finished))]
         return self._ended(started, finished)
 
     def _ended(self, started: Started, finished: Finished) -> dict[str, Any]:
-        is_whole = finished.answer.finish_reason == "stop" or any(
-            isinstance(part, ToolCall) for part in finished.parts or ()
-        )
+        is_whole = finished.answer.finish_reason == "stop"
         usage = Usage.of(finished)
         report = KVCacheReport.of(self.work, started, finished.answer.metrics)
         cut = None if is_whole else {"reason": "max_output_tokens"}
@@ -373,7 +386,7 @@ class ResponsesForm:
 
     def closing(self, started: Started, finished: Finished) -> list[dict[str, Any]]:
         """The events that it ends with."""
-        events = [*self._closed()]
+        events = [*self._closed(self._status(finished))]
         ended = self._ended(started, finished)
         return [*events, self._event(f"response.{ended['status']}", response=ended)]
 
@@ -403,7 +416,10 @@ class ResponsesForm:
         self._items[-1]["content"][0]["text"] += text
         yield self._item_event(f"response.{kind.text}.delta", delta=text, **kind.more)
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
+    def _status(self, finished: Finished) -> str:
+        return "completed" if finished.answer.finish_reason == "stop" else "incomplete"
+
+    def _closed(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """End the item that is open, if one is."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
@@ -412,7 +428,7 @@ class ResponsesForm:
         text = item["content"][0]["text"]
         yield self._item_event(f"response.{kind.text}.done", text=text, **kind.more)
         yield self._item_event("response.content_part.done", part=kind.part(text))
-        item["status"] = "completed"
+        item["status"] = status
         yield self._item_event("response.output_item.done")
 
     def _called(self, call: ToolCall) -> Iterator[dict[str, Any]]:

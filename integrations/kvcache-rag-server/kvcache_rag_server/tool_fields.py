@@ -8,10 +8,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from kvcache_rag.generation.tools import ToolChoice
-from kvcache_rag_server.fields import RequestModel, SomeText, Text, wrong
+from kvcache_rag_server.fields import JsonObject, RequestModel, SomeText, Text, wrong
 
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 """The schema of `{"type": "json_object"}`."""
+
+RESERVED: Final = frozenset({"none", "auto", "required"})
+"""What `tool_choice` says without naming a tool."""
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -53,7 +56,7 @@ class FunctionTool(RequestModel):
 
     name: Name
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = Field(None, description="A JSON schema.")
+    parameters: JsonObject | None = Field(None, description="A JSON schema.")
     strict: bool | None = Field(
         None,
         description="Whether a schema with keywords that no grammar holds is refused.",
@@ -131,7 +134,7 @@ class JsonSchema(RequestModel):
 
     name: Name
     description: Text | None = Field(None, description="Ignored; say it in a message.")
-    schema_: dict[str, JsonValue] = Field(ANY_OBJECT, alias="schema")
+    schema_: JsonObject = Field(ANY_OBJECT, alias="schema")
     strict: bool | None = Field(None, description="Ignored: answers fit the schema in any case.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -236,11 +237,11 @@ def test_what_is_looked_up_for_a_tenant_is_its_own(monkeypatch: pytest.MonkeyPat
     recogniser.note("other", [A, B])
     asked: list[KnownTexts] = []
 
-    def find(known: KnownTexts, text: str) -> list[Any]:
+    def filling(known: KnownTexts, text: str) -> list[Any]:
         asked.append(known)
         return []
 
-    monkeypatch.setattr(KnownTexts, "find", find)
+    monkeypatch.setattr(KnownTexts, "filling", filling)
     for name in NEEDS_KNOWN:
         assert recogniser.cut(EXAMPLES[name], "own", settings()) is None
     assert asked
@@ -304,6 +305,45 @@ def test_what_does_not_fit_exactly_is_text(name: str) -> None:
     if messages[-1]["role"] == "system":
         messages = [*messages, ASKED]
     assert recogniser.cut(messages, "", settings()) is None
+
+
+def test_a_large_message_is_read_in_no_time() -> None:
+    """Each of them held the event loop up for seconds, and for minutes at the largest body."""
+    recogniser = Recogniser()
+    recogniser.note("", ["aaaaaaa\n" * 4 + "zzz", *("a" * length for length in range(24, 2500))])
+    lines = "a" * 2600 + "b\n"
+    large = [
+        system(anything(*["x" * 800] * 5000)),
+        system(f"{ASSISTANT}\n" + "aaaaaaa\n" * 500_000),
+        system(f"{ASSISTANT}\n" + lines * 1500),
+        user(f"{ASSISTANT}Question: " + "x \n" * 1_300_000),
+        system(LIBRE.replace("attached 2", f"attached {'1' * 5000}")),
+    ]
+    started = time.process_time()
+    for message in large:
+        assert recogniser.cut([message, ASKED], "", settings()) is None
+    assert time.process_time() - started < 10, "seconds of the processor; they took minutes"
+
+
+def test_what_is_remembered_of_a_tenant_has_a_limit() -> None:
+    recogniser = Recogniser()
+    for number in range(40):
+        recogniser.note("", [f"document number {number} of these{' ' * 1_000_000}"])
+    assert len(recogniser.known("")) < 10, "white space counts"
+
+
+async def test_documents_that_are_refused_are_not_remembered() -> None:
+    app, _ = scripted(max_documents=1)
+    async with client(app) as http:
+        assert (await http.post(CHAT, json=body([ASKED], documents=[A, B]))).status_code == 413
+    assert not len(app.state.context.recogniser.known(""))
+
+
+def test_documents_behind_another_instruction_are_found() -> None:
+    messages = [system("Be brief."), *EXAMPLES["anythingllm"]]
+    found = Recogniser().cut(messages, "", settings())
+    assert found is not None
+    assert found[1].documents == (A, B)
 
 
 async def test_more_than_the_server_takes_is_text() -> None:

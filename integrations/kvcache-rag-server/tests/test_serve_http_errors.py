@@ -48,6 +48,7 @@ def call(arguments: str) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", "'g', and there is f"),
         ({"tools": [tool("a b")]}, "tools[0].function.name", "pattern"),
+        ({"tools": [tool("none")], "tool_choice": tool("none")}, "tool_choice", "rename it"),
         (
             {"tools": [tool("f")], "response_format": {"type": "json_object"}},
             "response_format",

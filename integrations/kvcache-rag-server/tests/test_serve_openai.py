@@ -227,6 +227,78 @@ def test_tools_that_may_not_be_called_are_no_form_of_the_answer() -> None:
     assert not any('"find"' in one for one in seen)
 
 
+CALLED = [
+    {"role": "user", "content": "Look."},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "lamp"},
+    {"role": "user", "content": "And?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, []),
+        ({"tools": [FIND, ADD], "tool_choice": "none"}, []),
+        ({"tools": [FIND, ADD], "parallel_tool_calls": False}, ["find"]),
+        ({"tools": [FIND, ADD]}, ["find", "add"]),
+    ],
+    ids=["no tools", "none", "one", "several"],
+)
+def test_no_call_is_told_that_was_not_allowed(fields: dict[str, Any], calls: list[str]) -> None:
+    """A model that has seen calls makes some, whatever it is told."""
+    whole, chunks, _ = told(TWICE, {**chat(max_tokens=200, **fields), "messages": CALLED})
+    (choice,) = whole["choices"]
+    made = [one["function"]["name"] for one in choice["message"].get("tool_calls", [])]
+    streamed = [
+        part["function"]["name"]
+        for one in chunks
+        for part in one["delta"].get("tool_calls", ())
+        if "name" in part["function"]
+    ]
+    assert made == streamed == calls
+    reason = "tool_calls" if calls else "stop"
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == reason
+
+
+def test_an_answer_that_is_cut_in_its_second_call_says_so() -> None:
+    whole, chunks, _ = told(TWICE, chat(tools=[FIND, ADD], max_tokens=110))
+    (choice,) = whole["choices"]
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["find"]
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+
+
+def test_tokens_of_a_stop_string_are_not_told(sync: openai.OpenAI) -> None:
+    plain = create(sync, max_tokens=8).choices[0].message.content
+    stop = plain[len(plain) // 2 :]
+    (choice,) = create(sync, max_tokens=8, stop=stop, logprobs=True).choices
+    text = "".join(one.token for one in choice.logprobs.content)
+    assert choice.message.content.strip() in text
+    assert len(text) < len(plain)
+
+
+@pytest.mark.parametrize("number", [1e-38, 0.0, 11.0])
+def test_a_penalty_that_leaves_no_numbers_is_refused(sync: openai.OpenAI, number: float) -> None:
+    with pytest.raises(openai.BadRequestError, match="repetition_penalty"):
+        create(sync, extra_body={"repetition_penalty": number})
+
+
+def test_any_schema_is_told_to_the_model(sync: openai.OpenAI) -> None:
+    def tokens(schema: Any) -> int:
+        form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        asked = over_documents(response_format=form, max_tokens=2)
+        return int(create(sync, **asked).usage.prompt_tokens)
+
+    listed = {"type": "array", "items": {"enum": ["hall", "cellar"]}, "maxItems": 2}
+    assert tokens(listed) > tokens({"type": "object"})
+
+
 def test_an_agents_loop_runs_to_its_end(sync: openai.OpenAI) -> None:
     """OpenAI's example: a call, its result, and an answer that has been given both."""
     messages = [*USER]

@@ -126,6 +126,23 @@ def test_thoughts_texts_and_calls_are_items_of_their_own() -> None:
     assert backend.works[0].history[0].content == "Be brief."  # type: ignore[union-attr]  # a message
 
 
+async def test_what_an_answer_said_and_called_is_one_turn() -> None:
+    call = {"type": "function_call", "name": "find", "arguments": "{}"}
+    result = {"type": "function_call_output", "output": "lamp"}
+    given = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        *({**call, "call_id": number} for number in "12"),
+        *({**result, "call_id": number} for number in "12"),
+        {"role": "user", "content": "And?"},
+    ]
+    reply, backend = await posted({"model": "tiny", "input": given}, RESPONSES)
+    assert reply.status_code == 200, reply.text
+    roles = [turn["role"] for turn in backend.works[0].turns]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+    assert len(backend.works[0].turns[1]["tool_calls"]) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
@@ -138,6 +155,14 @@ def test_thoughts_texts_and_calls_are_items_of_their_own() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "must be text, json_object"),
         ({"inptu": "a"}, "inptu", "did you mean input?"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "has no message"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a", "Unicode"),
+        (
+            {"tools": [{**FIND, "parameters": {"a": "\ud800"}}], "tool_choice": "none"},
+            "tools[0].parameters",
+            "JSON",
+        ),
     ],
 )
 async def test_what_responses_cannot_do_is_named(changes: Any, param: str, says: str) -> None:

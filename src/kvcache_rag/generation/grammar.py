@@ -21,6 +21,10 @@ _PARTS, _LEVELS = (
     1000,
     200,
 )  # of objects; compiled in a tenth of a second, ten times as many in fifteen
+_LONGEST: Final = 1 << 18  # characters of a schema
+# Texts that fit several patterns at once take four times as long to find for each further one:
+# half a second for twelve, hours for twenty.
+_PATTERNS: Final = 8
 # As json.dumps writes, which is what models have read most; free white space would have no end.
 _WRITING: Final[dict[str, Any]] = {
     "item_separator": ", ",
@@ -217,9 +221,18 @@ def _checked(schema: Any) -> str:
         raise InvalidInputError(f"json_schema must be a JSON schema, a dict, not {schema!r:.100}")
     _check_size(schema)
     try:
-        return json.dumps(schema, sort_keys=True)
+        text = json.dumps(schema, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise _unusable(str(error)) from error
+    if len(text) > _LONGEST:
+        raise _unusable(f"it has {len(text)} characters and may have {_LONGEST}; make it shorter")
+    patterns = sum(text.count(f'"{name}": ') for name in ("pattern", "patternProperties", "format"))
+    if patterns > _PATTERNS and ('"allOf": ' in text or '"$ref": ' in text):
+        raise _unusable(
+            f"it has {patterns} patterns and formats and may have {_PATTERNS} where allOf or $ref "
+            "can ask for several at once; leave some out"
+        )
+    return text
 
 
 def _check_size(schema: Any) -> None:

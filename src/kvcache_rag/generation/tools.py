@@ -378,7 +378,7 @@ class JsonReader:
                 return parts
             try:
                 call, end = json.JSONDecoder(strict=False).raw_decode(self._text, start.end())
-            except ValueError:
+            except (ValueError, RecursionError):
                 return parts  # not whole yet
             self._at = end
             self._calls += 1
@@ -466,7 +466,7 @@ def checked_call(found: Any, text: str) -> ToolCall | UnreadableCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}", strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     elif arguments is None and isinstance(function, Mapping) and "arguments" not in function:
         arguments = function.get("parameters", {})

@@ -60,6 +60,7 @@ class KnownTexts:
         # By their first characters; those of one beginning sorted, because all nodes of a folder
         # may begin with its path.
         self._by_beginning: dict[str, list[str]] = {}
+        self._longest = 0  # of those that there ever were
         self._lock = new_lock()
 
     def __len__(self) -> int:
@@ -74,19 +75,20 @@ class KnownTexts:
             known = self._known.get(core)
             if known is None:
                 insort(self._by_beginning.setdefault(core[:_BEGINNING], []), core)
-                self._characters += len(core)
+            self._longest = max(self._longest, len(core))
+            self._characters += len(text) - (0 if known is None else len(known[0]))
             self._known[core] = (text, reference or (known[1] if known else None))
             self._known.move_to_end(core)
             while self._characters > self._limit:
-                self._forget(self._known.popitem(last=False)[0])
+                self._forget(*self._known.popitem(last=False))
 
-    def _forget(self, core: str) -> None:
+    def _forget(self, core: str, known: tuple[str, Reference | None]) -> None:
         beginning = core[:_BEGINNING]
         alike = self._by_beginning[beginning]
         del alike[bisect_left(alike, core)]
         if not alike:
             del self._by_beginning[beginning]
-        self._characters -= len(core)
+        self._characters -= len(known[0])
 
     def find(self, text: str) -> list[FoundText]:
         """Known texts in `text`, in order; of several that begin on the same line the longest."""
@@ -101,6 +103,23 @@ class KnownTexts:
                 start = text.find("\n", start) + 1 or len(text)
         return found
 
+    def filling(self, text: str) -> list[FoundText]:
+        """Known texts that fill a text but for white space between them; none if they do not."""
+        found: list[FoundText] = []
+        start = 0
+        with self._lock:
+            while start < len(text):
+                behind = text.find("\n", start) + 1 or len(text)
+                if not text[start:behind].strip():
+                    start = behind
+                    continue
+                one = self._at(text, start)
+                if one is None:
+                    return []
+                found.append(one)
+                start = text.find("\n", one.end) + 1 or len(text)
+        return found
+
     def _at(self, text: str, line: int) -> FoundText | None:
         """The longest known text that begins with the line at index `line`."""
         start = line
@@ -110,7 +129,7 @@ class KnownTexts:
         if alike is None:
             return None
         # Whatever is a beginning of `rest` sorts at or before it, the longest last.
-        rest = text[start:]
+        rest = text[start : start + self._longest + 1]
         last = bisect_right(alike, rest)
         while last:
             core = alike[last - 1]

@@ -33,6 +33,7 @@ from kvcache_rag_server.backend import (
     Prefilled,
     Started,
 )
+from kvcache_rag_server.calls import cited
 from kvcache_rag_server.errors import (
     AGAIN,
     SHUT_DOWN,
@@ -315,13 +316,12 @@ class VLLMBackend:
             course.first = time.perf_counter()
             yield begun
         self._store_missing(work, written, course, engine.url)
-        yield Finished(
-            Answer(
-                course.text,
-                self._metrics(written, course),
-                finish_reason="length" if course.finish == "length" else "stop",
-            )
-        )
+        reason = "length" if course.finish == "length" else "stop"
+        answer = Answer(course.text, self._metrics(written, course), finish_reason=reason)
+        told = cited(work, answer)
+        if work.streaming and told.text != answer.text:
+            yield Piece(told.text[len(answer.text) :])
+        yield Finished(told)
 
     def _note(self, part: Mapping[str, Any], course: _AnswerProgress) -> None:
         for choice in part.get("choices", ()):

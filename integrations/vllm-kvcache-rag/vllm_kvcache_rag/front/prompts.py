@@ -164,7 +164,8 @@ class Prompts:
 def _refuse(work: BackendRequest) -> None:
     """Refuse what is done by the logits or the chat template of a model in this process."""
     asked = {
-        "tools": work.has_calls,
+        "tools": any(isinstance(turn, dict) for turn in work.history)
+        or (work.tools is not None and work.tools.may_call),
         "response_format": work.schema is not None,
         "logprobs": work.logprobs is not None,
         "n": work.n > 1,
