@@ -31,8 +31,8 @@ OURS = (
     *("kvcache_rag_lab", "kvcache_rag_server", "tests", "tools", "training"),
 )
 FOREIGN = (
-    *("bash", "cd", "curl", "echo", "exec", "export"),
-    *("git", "grep", "mkdir", "openssl", "umask"),
+    *("bash", "cd", "curl", "docker", "echo", "exec", "export"),
+    *("git", "grep", "mkdir", "open-webui", "openssl", "umask"),
 )
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
 PROJECTS = {
