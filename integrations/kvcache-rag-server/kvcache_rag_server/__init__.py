@@ -1,7 +1,8 @@
 """One HTTP endpoint over shared caches: requests wait while their chunks are prefetched.
 
 completions  the two routes that answer
-requests     what clients send, and the `BackendRequest` that it makes; packed: documents in messages
+requests     what clients send, and the `BackendRequest` that it makes
+packed       documents that apps wrote into messages
 lifecycle    a request from its admission to the last byte of its answer
 responses    what clients get
 errors       what they read of whatever went wrong; validation: of a body
