@@ -39,10 +39,19 @@ OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "do_s
 _OF_LOGITS = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 
-def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[list[Turn], bool]:
-    """Turns that stand behind chunks, and whether an instruction was another one."""
+def grounded(
+    prompts: PromptWriter, work: BackendRequest, turns: Sequence[Turn] | None = None
+) -> tuple[list[Turn], bool]:
+    """Turns that stand behind chunks, and whether an instruction was another one.
+
+    Args:
+        prompts: Knows the engine's own instruction.
+        work: The request.
+        turns: In place of the request's own.
+    """
     system = [said("system", text) for text in work.system]
-    return instructed([*system, *work.turns], prompts.template.system)
+    spoken = work.turns if turns is None else turns
+    return instructed([*system, *spoken], prompts.template.system)
 
 
 def split(turns: Sequence[Turn]) -> tuple[str, tuple[Turn, ...]]:
@@ -121,8 +130,7 @@ class EngineCall:
         if work.schema is not None:
             turns = _told(turns, work.schema)
         if not work.is_chat:
-            system = [said("system", text) for text in work.system]
-            turns, is_foreign = instructed([*system, *turns], engine.template.system)
+            turns, is_foreign = grounded(engine, work, turns)
         if not work.has_calls and work.schema is None:
             return cls(engine, work, turns, is_foreign=is_foreign)
         forms, is_held = ConversationForms.of(engine), work.schema is not None

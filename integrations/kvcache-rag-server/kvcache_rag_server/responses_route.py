@@ -63,18 +63,23 @@ Texts = Annotated[
 ]
 
 
-class InputMessage(RequestModel):
+class InputItem(RequestModel):
+    """What the items of an input have in common, as answers give them."""
+
+    id: str | None = Field(None, description=_IGNORED)
+    status: str | None = Field(None, description=_IGNORED)
+
+
+class InputMessage(InputItem):
     """A message; those of earlier answers may be given back as they came."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
-    id: str | None = Field(None, description=_IGNORED)
-    status: str | None = Field(None, description=_IGNORED)
     phase: str | None = Field(None, description=_IGNORED)
 
 
-class InputCall(RequestModel):
+class InputCall(InputItem):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -82,29 +87,23 @@ class InputCall(RequestModel):
     name: SomeText
     arguments: Text
     parsed_arguments: JsonValue | None = Field(None, description=_IGNORED)
-    id: str | None = Field(None, description=_IGNORED)
-    status: str | None = Field(None, description=_IGNORED)
 
 
-class InputResult(RequestModel):
+class InputResult(InputItem):
     """What a function gave."""
 
     type: Literal["function_call_output"]
     call_id: SomeText
     output: Texts
-    id: str | None = Field(None, description=_IGNORED)
-    status: str | None = Field(None, description=_IGNORED)
 
 
-class InputThought(RequestModel):
+class InputThought(InputItem):
     """What was thought before an earlier answer; it is not told again."""
 
     type: Literal["reasoning"]
-    id: str | None = Field(None, description=_IGNORED)
     summary: list[JsonValue] | None = Field(None, description=_IGNORED)
     content: list[JsonValue] | None = Field(None, description=_IGNORED)
     encrypted_content: str | None = Field(None, description=_IGNORED)
-    status: str | None = Field(None, description=_IGNORED)
 
 
 def _refuse(kind: str) -> str:

@@ -262,7 +262,7 @@ async def test_whoever_wants_the_apps_own_layout_has_it() -> None:
     (off,) = await works_of(body(messages), documents_as_text=True)
     for work in (own, off):
         assert (work.packed, work.chunks, work.is_chat) == (None, (), True)
-        assert A in work.history[0].content  # type: ignore[union-attr]  # a message
+        assert A in work.turns[0]["content"]
 
 
 # ---------------------------------------------------------------------- what does not fit is text

@@ -123,7 +123,7 @@ def test_thoughts_texts_and_calls_are_items_of_their_own() -> None:
         assert found.output_text == "I look."
     numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
     assert numbers == sorted(numbers)
-    assert backend.works[0].history[0].content == "Be brief."  # type: ignore[union-attr]  # a message
+    assert backend.works[0].turns[0]["content"] == "Be brief."
 
 
 async def test_what_an_answer_said_and_called_is_one_turn() -> None:
