@@ -72,6 +72,13 @@ def test_readme_and_the_first_page_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_column_of_a_table_has_a_name(page: Path) -> None:
+    # A reader of screens says the column's name before each cell.
+    heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", page.read_text(encoding="utf-8"), re.M)
+    assert [head for head in heads if not all(cell.strip() for cell in head[1:-1].split("|"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         if "://" in link or link.startswith("mailto:"):

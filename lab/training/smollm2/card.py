@@ -38,7 +38,7 @@ group `kvcache_rag.adapters`.
 
 ## Facts
 
-| | |
+| what | which |
 |---|---|
 | base | SmolLM2-135M-Instruct by HuggingFaceTB (Apache-2.0), not in this package |
 | its weights | dequantised from `{base_file}` of {base_package} {base_version} |
