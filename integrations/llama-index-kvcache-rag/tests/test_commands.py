@@ -14,21 +14,35 @@ from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 import chromadb
+import forks
 import pytest
 from chromadb.errors import ChromaError
 from documents import docx, pdf
-from llama_index.core.schema import MetadataMode
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import MetadataMode, TextNode
 from small import make_model, make_tokenizer
 
-from kvcache_rag import DiskStore, InvalidInputError, cli
+from kvcache_rag import DiskStore, Engine, InvalidInputError, cli
 from kvcache_rag.commands import doctor
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag_documents import FileText, extraction, read_folder
-from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheVectorStore
+from llama_index.kvcache_rag import (
+    HashEmbedding,
+    KVCacheChatEngine,
+    KVCacheLLM,
+    KVCacheQueryEngine,
+    KVCacheVectorStore,
+)
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
 from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report
-from llama_index.kvcache_rag.commands.corpus import Opened
-from llama_index.kvcache_rag.commands.settings import KEY, FullPrefill, Settings, this_machine
+from llama_index.kvcache_rag.commands.corpus import Chosen, open_store
+from llama_index.kvcache_rag.commands.settings import (
+    KEY,
+    FullPrefill,
+    Settings,
+    collections_in,
+    this_machine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -624,6 +638,67 @@ def test_ask_in_json_and_by_full_prefill(ingested: Run, command: Run, model: str
     assert "without the cache" not in command(*words, "--full")
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("policy", ["", "bestfew:1", "reuse", "legolink:4"])
+@pytest.mark.parametrize("is_shown", [False, True], ids=["text", "with metadata"])
+def test_ask_answers_as_the_query_engine_does(
+    ingested: Run, command: Run, top_k: int, policy: str, is_shown: bool
+) -> None:
+    ingested()
+    question = "Who keeps the lighthouse?"
+    noted = Settings.from_collection(collections_in("chroma")["docs"], "chroma")
+    assert noted is not None
+    llm = KVCacheLLM(**noted.of_llm, policy=policy or None, max_new_tokens=6)
+    store = open_store(noted, llm)
+    if is_shown:  # as an app writes its nodes; the texts of two of them are one chunk
+        nodes = [
+            TextNode(text=text, metadata={"by": text[:4]}) for text in ("Marlow keeps it.",) * 2
+        ]
+        for node in nodes:
+            node.embedding = HashEmbedding().get_text_embedding(question)
+        store.add(nodes)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=HashEmbedding())
+    engine = KVCacheQueryEngine.from_index(index, llm, similarity_top_k=top_k)
+    wanted: Any = engine.query(question)
+    metrics = wanted.metadata["kv_cache"]
+    words = ("ask", question, "--top-k", str(top_k), "--max-new-tokens", "6", "--json")
+    found = json.loads(command(*words, *(("--policy", policy) if policy else ())))
+    assert (found["answer"], found["policy"]) == (wanted.response, metrics["policy"])
+    counts = ("prompt_tokens", "reused_tokens", "computed_tokens", "misses", "unused_chunks")
+    assert {name: found["metrics"][name] for name in counts} == {
+        name: metrics[name] for name in counts
+    }
+    wanted_sources = report.sources([*map(report.source, wanted.source_nodes)], metrics)
+    assert found["sources"] == wanted_sources
+
+
+def test_ask_does_not_wait_for_llama_index(ingested: Run, tmp_path: Path, model: str) -> None:
+    ingested()
+    code = (
+        "import sys; from kvcache_rag.cli import main; "
+        "code = main(['ask', 'Who?', '--max-new-tokens', '2']); "
+        "sys.exit(code or [*({'llama_index.core', 'langchain_core'} & sys.modules.keys())] or 0)"
+    )
+    status, _, errors = forks.run(code, tmp_path)
+    assert status == 0, errors
+
+
+def test_what_a_question_costs_without_chunks_is_computed_whole(
+    ingested: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, measured = Engine.generate, []
+
+    def generate(engine: Engine, *words: Any, **options: Any) -> Any:
+        measured.append(real(engine, *words, **options).metrics)
+        return real(engine, *words, **options)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    ingested()
+    assert len(measured) > 1
+    for one in measured:
+        assert one.computed_tokens == one.prompt_tokens > 0 == one.continued_tokens
+
+
 def test_seconds_of_another_machine_are_not_told() -> None:
     full = FullPrefill(tokens=200, seconds=0.5, machine=this_machine())
     assert full.seconds_for(1000, this_machine()) == 2.5
@@ -813,18 +888,18 @@ def test_chat_writes_questions_anew_unless_told_or_the_model_writes_worse_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
-    real, opened = KVCacheChatEngine.from_index.__func__, Opened.from_arguments
+    real, chosen = KVCacheChatEngine.from_index.__func__, Chosen.from_arguments
 
     def from_index(cls: Any, *words: Any, **options: Any) -> Any:
         made.append(options)
         return real(cls, *words, **options)
 
-    def renamed(arguments: Any) -> Opened:
-        found = opened(arguments)
+    def renamed(arguments: Any) -> Chosen:
+        found = chosen(arguments)
         return replace(found, settings=replace(found.settings, model=name)) if name else found
 
     monkeypatch.setattr(KVCacheChatEngine, "from_index", classmethod(from_index))
-    monkeypatch.setattr(Opened, "from_arguments", renamed)
+    monkeypatch.setattr(Chosen, "from_arguments", renamed)
     talk(words=words)
     assert made[0]["skip_condense"] is not is_condensed
 

