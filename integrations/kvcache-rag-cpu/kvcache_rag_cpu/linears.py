@@ -43,6 +43,9 @@ _SMALLEST: Final = 2**12
 # Scales are no less than this in their dtype; float16 has nothing so small.
 _LEAST: Final = {torch.bfloat16: 1e-12, torch.float16: 2.0**-24, torch.float32: 1e-12}
 
+# Weights that are rounded to eight bits at a time.
+_ROUNDED: Final = 2**22
+
 # Rows from which on eight bits are widened first: their kernel's time grows with every row.
 _WIDEN: Final = 48
 
@@ -187,10 +190,18 @@ class Int8Linear(PackedLinear):
     def __init__(self, linear: nn.Linear) -> None:
         """Round the weights of `linear` to 255 steps per output, symmetrically around 0."""
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        # In the model's dtype before dividing: the same scale multiplies later.
-        scales = (weight.abs().amax(1) / 127).clamp(min=_LEAST[self.dtype]).to(self.dtype)
-        integers = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        weight = linear.weight.detach()
+        scales = weight.new_empty(self.out_features)
+        integers = weight.new_empty(weight.shape, dtype=torch.int8)
+        # By parts: an output layer of 150,000 tokens would be some GB in float32.
+        step = max(1, _ROUNDED // self.in_features)
+        for part, own, to in zip(
+            *(one.split(step) for one in (weight, scales, integers)), strict=True
+        ):
+            numbers = part.float()
+            # In the model's dtype before dividing: the same scale multiplies later.
+            own.copy_((numbers.abs().amax(1) / 127).clamp_(min=_LEAST[self.dtype]))
+            to.copy_((numbers / own.float()[:, None]).round_().clamp_(-127, 127))
         if rounded_weights.fits(integers, self.dtype):
             integers = rounded_weights.ordered(integers)
         self.register_buffer("integers", integers)

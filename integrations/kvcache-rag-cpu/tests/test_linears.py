@@ -18,6 +18,7 @@ from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, R
 from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models import pack_weights, unpack_weights
 from kvcache_rag.models.weights import Weights, model_identity
+from kvcache_rag_cpu import linears
 from kvcache_rag_cpu.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag_server.prefetch import twin
 
@@ -129,6 +130,18 @@ def test_rounding_is_at_most_half_a_step_of_the_group(
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_that_is_rounded_by_parts_is_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(100, 70, bias=False, dtype=dtype)
+    whole = Int8Linear.from_linear(linear)
+    monkeypatch.setattr(linears, "_ROUNDED", 900)  # nine rows at a time, then seven
+    parts = Int8Linear.from_linear(linear)
+    assert torch.equal(parts.scales, whole.scales)
+    assert torch.equal(parts.integers, whole.integers)
+
+
 def test_weights_of_q4_1_survive_four_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(0, 16, (64, 8, 32), generator=generator)
