@@ -14,8 +14,9 @@ without any text of a row to the report, from which a run goes on, too, that fin
 tokens' distribution is computed once more, per row that another policy is asked.
 
 Besides the package's policies there are `fewer[:SHARE]`, a full prefill of the best documents
-alone, which `bestlast` has to beat, `random[:RATIO]`, a choice by nothing, and `pced`, which reads
-every document alone (`benchmarks.pced`).
+alone, which `bestlast` has to beat, `random[:RATIO]`, a choice by nothing,
+`kvshift[:RATIO[,LEAST]]`, which shifts what it does not compute again (`benchmarks.kvshift`), and
+`pced`, which reads every document alone (`benchmarks.pced`).
 
 `times` asks rows alone, policies in turns, on one thread, chunks from files: `--timed` of each set,
 and as many contexts of about 1,000 and 4,000 tokens.  These are paragraphs of `squad_corpus.jsonl`,
@@ -44,6 +45,7 @@ import torch
 from benchmarks import pced
 from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
 from benchmarks.common import commit, described, load, result_file
+from benchmarks.kvshift import KVShift
 from benchmarks.pced import PCED
 from kvcache_rag import BestLast, DiskStore, Engine
 from kvcache_rag.auxiliary import Auxiliary
@@ -131,15 +133,16 @@ class Fewer(BestLast):
 
 MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {
     "fewer": Fewer,
+    "kvshift": KVShift,
     "random": RandomTokens,
 }
 
 
 def candidate(label: str) -> ReusePolicy:
     """The policy of a label, of the package or of this module."""
-    name, _, number = label.partition(":")
+    name, _, numbers = label.partition(":")
     if name in MORE:
-        return MORE[name](*([float(number)] if number else []))
+        return MORE[name](*(float(number) for number in numbers.split(",") if number))
     return policy_by_name(label)
 
 

@@ -25,6 +25,7 @@ from benchmarks.answers_scores import (
     sooner_on_average,
 )
 from benchmarks.common import RAW, read, result_file
+from benchmarks.kvshift import KVShift
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, Asked, Place, Record
 from kvcache_rag_lab.scoring.question import Question
@@ -156,6 +157,16 @@ def test_a_run_goes_on_from_its_answers_and_from_results_alone(
     assert more["squad"].found["reuse"] == squad.found["reuse"]
     assert set(more["nq"].found) == {"full", "reuse", "pced", CLOSED_BOOK}
     assert more["nq"].found["pced"]["computed"] == [0, 0, 0]
+
+
+def test_what_is_not_computed_again_may_be_shifted(run: Any) -> None:
+    assert answers.candidate("kvshift:0.2,1") == KVShift(0.2, 1)
+    run("--policies", "full", "reuse", "kvshift", "kvshift:0.1,1")
+    squad = run("--collect").sets["squad"]
+    assert set(squad.found) == {"full", "reuse", "kvshift", "kvshift:0.1,1"}
+    for label in ("kvshift", "kvshift:0.1,1"):
+        assert all(0.1 < share < 0.3 for share in squad.found[label]["computed"])
+        assert squad.found[label]["kl"] != squad.found["reuse"]["kl"]
 
 
 def test_results_of_other_weights_or_questions_are_refused(
