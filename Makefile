@@ -52,7 +52,7 @@ LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-t
 # What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
 # not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
 CALLERS := $(addprefix tests/test_,$(addsuffix .py,\
-	adapters equivalence gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens \
+	adapters equivalence gguf gguf_weights grammar integration models prefill progress prompt prompt_dates prompt_tokens \
 	stores stores_disk stores_remote stores_signing))
 LOWEST_TESTS := $(CALLERS) \
 	$(addprefix integrations/kvcache-rag-server/tests/test_,$(addsuffix .py,serve_auth serve_http serve_metrics)) \

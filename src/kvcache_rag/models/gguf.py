@@ -1,7 +1,7 @@
 """GGUF files: their contents, their weights dequantised, and the result kept for next time.
 
-transformers reads such a file tensor by tensor, which takes long; so what it makes of one is kept
-as an ordinary checkpoint in the user's cache folder, named by the digest of the file.
+Dequantising takes seconds; so the result is kept as an ordinary checkpoint in the user's cache
+folder, named by the digest of the file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import struct
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.models.gguf_weights import Description, model_of
 from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
@@ -50,21 +52,69 @@ _UNQUANTISED = {_FLOAT32: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """How a tensor lies in a file.
+
+    Attributes:
+        shape: In numbers, the axis that moves fastest last.
+        kind: ggml's number of its type.
+        block: Numbers that are quantised together; 1 for floats.
+        block_bytes: Bytes of such a block.
+        place: Of its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    block: int
+    block_bytes: int
+    place: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Place in the file behind it."""
+        return self.place + self.elements // self.block * self.block_bytes
+
+
+@dataclass(frozen=True)
 class GgufHeader:
     """What a GGUF file holds.
 
     Attributes:
-        elements: Weights in all.
-        dtype: What its weights are loaded in when nobody says: their own, or `quantised_dtype`.
-        nbytes: Of the file, as its header has it.
-        places: Of small float32 tensors that scale rotary frequencies, by their names, where they
-            begin in the file and how many numbers each has.
+        architecture: llama.cpp's name of it; "" if the file has none.
+        tensors: By their names, in the order of the file.
+        metadata: First byte of an entry in the file and the one behind it, by the entry's name.
+        start: Where tensors begin.
     """
 
-    elements: int
-    dtype: torch.dtype
-    nbytes: int
-    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    architecture: str
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, tuple[int, int]]
+    start: int
+
+    @property
+    def elements(self) -> int:
+        """Weights in all."""
+        return sum(tensor.elements for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file, as its header has it."""
+        return max((tensor.end for tensor in self.tensors.values()), default=self.start)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its weights are loaded in when nobody says: their own, or `quantised_dtype`."""
+        by_kind: dict[int, int] = {}
+        for tensor in self.tensors.values():
+            by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.elements
+        if by_kind and by_kind.keys() <= _UNQUANTISED.keys():
+            return _UNQUANTISED[max(by_kind, key=lambda kind: by_kind[kind])]
+        return quantised_dtype()
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
@@ -93,13 +143,15 @@ class GgufHeader:
         return header
 
     def rope_factors(self, path: Path) -> dict[str, torch.Tensor]:
-        """What divides rotary frequencies, `(dim / 2,)` float32 each, by the names of `places`."""
+        """What divides rotary frequencies, `(dim / 2,)` float32 each, by the tensors' names."""
         found = {}
         with path.open("rb") as file:
-            for name, (place, count) in self.places.items():
-                file.seek(place)
-                values = struct.unpack(f"<{count}f", file.read(4 * count))
-                found[name.removesuffix(".weight")] = torch.tensor(values)
+            for name, tensor in self.tensors.items():
+                count = tensor.elements
+                if name.startswith("rope_") and tensor.kind == _FLOAT32 and count <= _FACTORS:
+                    file.seek(tensor.place)
+                    values = struct.unpack(f"<{count}f", file.read(4 * count))
+                    found[name.removesuffix(".weight")] = torch.tensor(values)
         return found
 
     def memory(self, dtype: torch.dtype) -> int:
@@ -158,38 +210,40 @@ class _Fields:
 def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
     if fields.plain("4s") != b"GGUF" or fields.plain("I") not in (2, 3):
         raise KeyError("magic")
-    tensors, metadata = fields.plain("Q"), fields.plain("Q")
-    alignment = 32
-    for _ in range(metadata):
-        name = fields.text()
+    tensors, entries = fields.plain("Q"), fields.plain("Q")
+    architecture, alignment = "", 32
+    metadata: dict[str, tuple[int, int]] = {}
+    for _ in range(entries):
+        place = fields.place
+        name = fields.text().decode()
         value = fields.value(fields.plain("I"))
-        if name == b"general.alignment":
+        metadata[name] = place, fields.place
+        if name == "general.architecture":
+            architecture = value.decode()
+        elif name == "general.alignment":
             alignment = int(value)
             if alignment < 1:
                 raise ValueError("alignment")
-    elements, end = 0, 0
-    by_type: dict[int, int] = {}
-    places: dict[str, tuple[int, int]] = {}
-    for _ in range(tensors):
-        name = fields.text()
-        count, axes = 1, fields.plain("I")
-        if axes > _AXES:
-            raise ValueError("axes")
-        for _ in range(axes):
-            count *= fields.plain("Q")
-        kind, offset = fields.plain("I"), fields.plain("Q")
-        block, size = sizes[kind]
-        elements += count
-        end = max(end, offset + count // block * size)
-        by_type[kind] = by_type.get(kind, 0) + count
-        if name.startswith(b"rope_") and kind == _FLOAT32 and count <= _FACTORS:
-            places[name.decode(errors="replace")] = offset, count
+    found = dict(_tensor(fields, sizes) for _ in range(tensors))
+    if len(metadata) < entries or len(found) < tensors:
+        raise ValueError("two of one name")
     start = -(-fields.place // alignment) * alignment
-    dtype = quantised_dtype()
-    if by_type and by_type.keys() <= _UNQUANTISED.keys():
-        dtype = _UNQUANTISED[max(by_type, key=lambda kind: by_type[kind])]
-    places = {name: (start + offset, count) for name, (offset, count) in places.items()}
-    return GgufHeader(elements, dtype, start + end, places)
+    placed = {name: replace(one, place=start + one.place) for name, one in found.items()}
+    return GgufHeader(architecture, placed, metadata, start)
+
+
+def _tensor(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> tuple[str, StoredTensor]:
+    """Name of a tensor, and how it lies behind where tensors begin."""
+    name = fields.text().decode()
+    axes = fields.plain("I")
+    if axes > _AXES:
+        raise ValueError("axes")
+    shape = tuple(fields.plain("Q") for _ in range(axes))[::-1]
+    kind, offset = fields.plain("I"), fields.plain("Q")
+    block, block_bytes = sizes[kind]
+    if (shape[-1] if shape else 1) % block:
+        raise ValueError("rows are no whole blocks")
+    return name, StoredTensor(shape, kind, block, block_bytes, offset)
 
 
 def quantised_dtype() -> torch.dtype:
@@ -232,25 +286,25 @@ def load_gguf(
                 model, tokenizer = loaded
                 model.config._name_or_path = str(path)
                 if own_tokenizer and tokenizer is None:
-                    tokenizer = _gguf_tokenizer(path, {})  # says why there is none
+                    tokenizer = _gguf_tokenizer(path, header, {})  # says why there is none
                 return model, tokenizer
         if not _convert(path, header, target, kept):
             break
-    model = _dequantised(path, target, options)
-    return model, _gguf_tokenizer(path, {}) if own_tokenizer else None
+    model = _dequantised(path, header, target, options)
+    return model, _gguf_tokenizer(path, header, {}) if own_tokenizer else None
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     """The tokenizer of a GGUF file, kept for the next time: making one takes seconds."""
-    GgufHeader.read(path)
+    header = GgufHeader.read(path)
     kept = cache_folder() / f"{file_digest(path)[:32]}-tokenizer"
     for _ in range(2):
         if kept.is_dir() and not _changed(kept):
             with contextlib.suppress(OSError, ValueError):
                 return _load_tokenizer(kept, options)
-        if options or not _keep(kept, partial(_keep_tokenizer, path)):
+        if options or not _keep(kept, partial(_keep_tokenizer, path, header)):
             break
-    return _gguf_tokenizer(path, options)
+    return _gguf_tokenizer(path, header, options)
 
 
 def _load_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
@@ -264,14 +318,22 @@ def _load_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
     return kind.from_pretrained(str(folder), **options)
 
 
-def _keep_tokenizer(path: Path, folder: Path) -> None:
-    _gguf_tokenizer(path, {}).save_pretrained(str(folder))
+def _keep_tokenizer(path: Path, header: GgufHeader, folder: Path) -> None:
+    _gguf_tokenizer(path, header, {}).save_pretrained(str(folder))
 
 
-def _gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
-    from transformers import AutoTokenizer
+def _gguf_tokenizer(path: Path, header: GgufHeader, options: Mapping[str, Any]) -> Any:
+    from transformers import TOKENIZER_MAPPING, AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **options)
+    kind: Any = None
+    # transformers finds the class by the configuration; beside that, only this file has a say.
+    if not (path.parent / "tokenizer_config.json").exists():
+        description = Description.read(path, header)
+        if description is not None:
+            kind = TOKENIZER_MAPPING.get(type(description.config()[0]), None)
+    if kind is None or kind.__name__ == "MistralCommonBackend":  # decides by more
+        kind = AutoTokenizer
+    return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -283,8 +345,18 @@ def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _dequantised(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
-    """The model as transformers makes it, without what says that it was quantised once."""
+def _dequantised(
+    path: Path, header: GgufHeader, dtype: torch.dtype, options: Mapping[str, Any]
+) -> Any:
+    """The model, without what says that it was quantised once."""
+    model = model_of(path, header, dtype, options)
+    if model is None:
+        model = _by_transformers(path, dtype, options)
+    model.config._name_or_path = str(path)
+    return model
+
+
+def _by_transformers(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -300,22 +372,22 @@ def _dequantised(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> 
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-    model.config._name_or_path = str(path)
     return model
 
 
 def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> bool:
     """Dequantise a file and keep the result; False if that cannot be."""
     size = header.memory(dtype)
+    largest = max((tensor.elements for tensor in header.tensors.values()), default=0)
     _LOG.warning(
         "%s: its %s weights are dequantised to %s: %s in memory, and up to %s while that is done",
         path.name,
         f"{header.elements:,}",
         str(dtype).removeprefix("torch."),
         _size(size),
-        _size(size + 4 * header.elements),  # transformers makes float32 of them first
+        _size(size + 4 * largest),  # one tensor at a time is float32
     )
-    return size <= KEPT_BYTES and _keep(folder, partial(_write, path, dtype))
+    return size <= KEPT_BYTES and _keep(folder, partial(_write, path, header, dtype))
 
 
 def _keep(folder: Path, write: Callable[[Path], None]) -> bool:
@@ -346,12 +418,12 @@ def _appear(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write(path: Path, dtype: torch.dtype, folder: Path) -> None:
+def _write(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
     """Dequantise a file."""
-    _dequantised(path, dtype, {}).save_pretrained(str(folder))
+    _dequantised(path, header, dtype, {}).save_pretrained(str(folder))
     # Without one of its own, a tokenizer has to be given.
     with contextlib.suppress(Exception):
-        _keep_tokenizer(path, folder)
+        _keep_tokenizer(path, header, folder)
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
