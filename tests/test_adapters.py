@@ -20,9 +20,19 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.integration import lasting_adapter, open_engine
-from kvcache_rag.models import adapters
-from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
-from kvcache_rag.models.gguf import file_digest, quantised_dtype
+from kvcache_rag.models import adapters, pretrained
+from kvcache_rag.models.adapters import (
+    BASE,
+    GROUP,
+    AdapterBase,
+    adapter_folder,
+    merged,
+    trained_for_blocks,
+    with_adapter,
+    write_training,
+)
+from kvcache_rag.models.gguf import quantised_dtype
+from kvcache_rag.models.kept import cache_folder, file_digest
 from kvcache_rag.models.model_names import PACKAGED, chosen_adapter
 from kvcache_rag.models.pretrained import bundled_template, load
 from kvcache_rag.prompt.template import FILE_NAME
@@ -306,6 +316,49 @@ def test_an_adapter_of_a_gguf_model(tmp_path: Path) -> None:
     assert adapted.spec == Engine.from_pretrained(folder).spec
     assert adapted.spec != Engine.from_pretrained(path).spec
     assert {p.dtype for p in adapted.model.parameters()} == {quantised_dtype()}
+
+
+def test_a_gguf_model_with_an_adapter_is_merged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    inner, _, _ = load(path, dtype="auto", device="cpu", options={})
+    plain = {name: value.clone() for name, value in inner.state_dict().items()}
+    folder = write_adapter(tmp_path / "adapter", inner, path)
+    write_training(folder)
+    wanted = merged(with_adapter(inner, folder, str(path)))
+
+    def loaded() -> Engine:
+        return Engine.from_pretrained(path, adapter=folder)
+
+    first = loaded()
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "with_adapter", None)  # which would need PEFT
+        second = loaded()
+    for engine in (first, second):
+        found = engine.model.state_dict()
+        assert found.keys() == wanted.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.state_dict().items())
+        assert trained_for_blocks(engine.model)
+        assert engine.model.config._name_or_path == str(path)
+        assert all(one.requires_grad for one in engine.model.parameters())
+    assert second.spec == first.spec
+    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+
+    # Another adapter, another dtype, no adapter: each their own.
+    alone, _, _ = load(path, dtype="auto", device="cpu", options={})
+    assert all(torch.equal(alone.state_dict()[name], value) for name, value in plain.items())
+    other = write_adapter(tmp_path / "other", alone, path, seed=1)
+    assert Engine.from_pretrained(path, adapter=other).spec != first.spec
+    assert not trained_for_blocks(Engine.from_pretrained(path, adapter=other).model)
+    half = Engine.from_pretrained(path, adapter=folder, dtype="float16")
+    assert {one.dtype for one in half.model.parameters()} == {torch.float16}
+
+    # One that was changed is made anew.
+    for kept in cache_folder().glob("*-merged"):
+        (kept / "model.safetensors").write_bytes(b"x")
+    assert loaded().spec == first.spec
 
 
 def other_model(layers: int = 2, hidden: int = 64) -> Any:

@@ -24,6 +24,7 @@ from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
+from kvcache_rag.models.kept import cache_folder, file_digest
 from kvcache_rag.models.model_names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own for every test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return files.cache_folder()
+    return cache_folder()
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +351,7 @@ def test_without_the_package_the_extra_is_named(
 def packaged(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Let `smollm2` be the file of an installed package of ours."""
     values = {"package": "random-model", "version": "1.0", "file": path.name, **changes}
-    values.setdefault("sha256", files.file_digest(path))
+    values.setdefault("sha256", file_digest(path))
     info = path.parent / "random_model-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: random-model\nVersion: 1.0\n")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate, Reuse
 from kvcache_rag.models.adapters import BASE, CONFIG, TRAINING_FILE, WEIGHTS, AdapterBase
-from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.prompt.template import FILE_NAME

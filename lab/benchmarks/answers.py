@@ -51,7 +51,7 @@ from kvcache_rag import BestLast, DiskStore, Engine
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import hash_vector
-from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_names import resolve
 from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.base import Plan

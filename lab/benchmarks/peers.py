@@ -53,7 +53,7 @@ from benchmarks.peers_prompts import CHUNK, LONGEST, PREFIX, QUERY, Material, ma
 from benchmarks.peers_report import Right, report_of, with_right
 from benchmarks.peers_servers import Llama, LlamaSide, Vllm, VllmSide, descendants, prepared
 from benchmarks.stock import checkpoint
-from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.adapters import CONFIG, WEIGHTS, base_of
-from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.kept import file_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -313,7 +313,7 @@ def merged(model: Any) -> Any:
 
 def compare_base(model: Any, folder: Path, name: str) -> None:
     """Warn once of a model that is not known to be the one on which an adapter was trained."""
-    from kvcache_rag.models.gguf import file_digest
+    from kvcache_rag.models.kept import file_digest
     from kvcache_rag.models.model_names import SUFFIX
 
     base = AdapterBase.read(folder)

@@ -7,40 +7,27 @@ folder, named by the digest of the file.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
 import os
-import shutil
 import struct
-import sys
-import tempfile
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock
-from safetensors import SafetensorError
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.gguf_weights import Description, model_of
+from kvcache_rag.models.kept import KEPT_BYTES, cache_folder, changed, file_digest, keep, load_kept
 from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-
-KEPT_BYTES: Final = 2_000_000_000
-"""A larger checkpoint is not kept."""
-
-_MANIFEST: Final = "kvcache-rag.json"
-
-# Seconds for which another process may dequantise the same file before this one does it, too.
-_PATIENCE = 900.0
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: formats of metadata by their number.
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -277,11 +264,11 @@ def load_gguf(
         own_tokenizer: Whether the file's own tokenizer is wanted; else None is given for it.
     """
     header = GgufHeader.read(path)
-    target = header.dtype if dtype == "auto" else _torch_dtype(dtype)
+    target = header.dtype if dtype == "auto" else torch_dtype(dtype)
     kept = _kept(path, target)
     for _ in range(2):
         if kept.is_dir():
-            loaded = _load_kept(kept, target, options, own_tokenizer=own_tokenizer)
+            loaded = load_kept(kept, target, options, own_tokenizer=own_tokenizer)
             if loaded is not None:
                 model, tokenizer = loaded
                 model.config._name_or_path = str(path)
@@ -299,10 +286,10 @@ def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     header = GgufHeader.read(path)
     kept = cache_folder() / f"{file_digest(path)[:32]}-tokenizer"
     for _ in range(2):
-        if kept.is_dir() and not _changed(kept):
+        if kept.is_dir() and not changed(kept):
             with contextlib.suppress(OSError, ValueError):
                 return _load_tokenizer(kept, options)
-        if options or not _keep(kept, partial(_keep_tokenizer, path, header)):
+        if options or not keep(kept, partial(_keep_tokenizer, path, header)):
             break
     return _gguf_tokenizer(path, header, options)
 
@@ -336,7 +323,12 @@ def _gguf_tokenizer(path: Path, header: GgufHeader, options: Mapping[str, Any]) 
     return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype by its name.
+
+    Raises:
+        InvalidInputError: If there is none.
+    """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise InvalidInputError(
@@ -387,35 +379,7 @@ def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -
         _size(size),
         _size(size + 4 * largest),  # one tensor at a time is float32
     )
-    return size <= KEPT_BYTES and _keep(folder, partial(_write, path, header, dtype))
-
-
-def _keep(folder: Path, write: Callable[[Path], None]) -> bool:
-    """Write a folder that is kept, once, as a whole; False if that cannot be."""
-    try:
-        base = folder.parent.parent
-        base.parent.mkdir(parents=True, exist_ok=True)
-        for private in (base, folder.parent):
-            private.mkdir(exist_ok=True, mode=0o700)
-        # Who comes second waits: dequantising twice at once takes twice the memory, too.
-        with FileLock(f"{folder}.lock", timeout=_PATIENCE, mode=0o600):
-            if not folder.is_dir():
-                _appear(folder, write)
-    except OSError as error:
-        _LOG.warning("what was made of a GGUF file cannot be kept: %s", error)
-        return False
-    return True
-
-
-def _appear(target: Path, write: Callable[[Path], None]) -> None:
-    unfinished = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))  # 0700
-    try:
-        write(unfinished)
-        manifest = json.dumps(_files(unfinished))
-        (unfinished / _MANIFEST).write_text(manifest, encoding="utf-8")
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    return size <= KEPT_BYTES and keep(folder, partial(_write, path, header, dtype))
 
 
 def _write(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
@@ -426,60 +390,6 @@ def _write(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> 
         _keep_tokenizer(path, header, folder)
 
 
-def _files(folder: Path) -> dict[str, list[int]]:
-    """Size and time of the last change of each file of a checkpoint."""
-    found = {path.name: path.stat() for path in folder.iterdir() if path.name != _MANIFEST}
-    return {name: [one.st_size, one.st_mtime_ns] for name, one in sorted(found.items())}
-
-
-def _changed(folder: Path) -> str:
-    """What of a kept checkpoint is not as it was written; "" for nothing."""
-    try:
-        written = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        now = _files(folder)
-        names = [name for name in {**written, **now} if written.get(name) != now.get(name)]
-    except (OSError, ValueError, AttributeError, TypeError):
-        return f"its {_MANIFEST} cannot be read"
-    return f"its {names[0]} is gone, or was changed" if names else ""
-
-
-def _load_kept(
-    folder: Path, dtype: torch.dtype, options: Mapping[str, Any], *, own_tokenizer: bool
-) -> tuple[Any, Any] | None:
-    """Model and tokenizer of a kept checkpoint; None for one that is damaged or was changed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        if changed := _changed(folder):
-            raise OSError(changed)
-        has_tokenizer = own_tokenizer and (folder / "tokenizer_config.json").is_file()
-        tokenizer = AutoTokenizer.from_pretrained(str(folder)) if has_tokenizer else None
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        _LOG.warning("the kept checkpoint %s is damaged and made anew: %s", folder.name, error)
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    return model, tokenizer
-
-
-# ---------------------------------------------------------------------- what is kept
-def cache_folder() -> Path:
-    """Where dequantised checkpoints are kept: below the user's folder for caches.
-
-    `$XDG_CACHE_HOME` where it is set; else as the platform has it.
-    """
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):
-        base = Path(chosen)
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path.home() / ".cache"
-    return base / "kvcache-rag" / "models"
-
-
 def _kept(path: Path, dtype: torch.dtype) -> Path:
     """Where what a file becomes is kept, by the content of the file."""
     return cache_folder() / f"{file_digest(path)[:32]}-{str(dtype).removeprefix('torch.')}"
@@ -487,18 +397,3 @@ def _kept(path: Path, dtype: torch.dtype) -> Path:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read again if it has changed since."""
-    now = path.stat()
-    return _digest(path, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
-
-
-@lru_cache(maxsize=64)
-def _digest(path: Path, *_: int) -> str:
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            state.update(part)
-    return state.hexdigest()

@@ -73,7 +73,7 @@ class PackagedModel:
         Raises:
             InvalidInputError: If it is not installed, or is not the one that is known.
         """
-        from kvcache_rag.models.gguf import file_digest
+        from kvcache_rag.models.kept import file_digest
 
         path = self.place(name)
         if file_digest(path) != self.sha256:

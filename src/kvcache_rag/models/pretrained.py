@@ -16,6 +16,7 @@ from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.forks import new_rlock
 from kvcache_rag.models.adapters import (
     NO_ADAPTER,
+    adapter_folder,
     adapter_template,
     base_of,
     hidden_size,
@@ -26,6 +27,7 @@ from kvcache_rag.models.adapters import (
 )
 from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
+from kvcache_rag.models.merges import KeptMerge
 from kvcache_rag.models.model_names import SUFFIX, chosen_adapter, offline_options, resolve
 from kvcache_rag.models.weight_formats import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.prompt.known_templates import template_for_model
@@ -159,11 +161,12 @@ def load(
             loaded = _adapted(
                 folder, dtype=dtype, device=device, options=options, tokenizer=tokenizer
             )
+            if adapter is not None:
+                loaded = merged(with_adapter(loaded[0], adapter, os.fspath(name))), loaded[1]
         else:
-            loaded = _plain(resolved, os.fspath(name), dtype, device, options, tokenizer)
+            how = (resolved, os.fspath(name), dtype, device, options, tokenizer)
+            loaded = _plain(*how) if adapter is None else _merged(adapter, *how)
         model, tokenizer = loaded
-        if adapter is not None:
-            model = merged(with_adapter(model, adapter, os.fspath(name)))
     pack_weights(model, weight_format)
     note_name(model, os.fspath(name))
     return model, tokenizer, bundled_template(resolved, adapter)
@@ -376,13 +379,39 @@ def _plain(
 
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
-            given = device not in (None, "")
-            model = model.to(device if given else "cuda" if torch.cuda.is_available() else "cpu")
+            model = _placed(model, device)
     except (torch.OutOfMemoryError, KVCacheRagError):
         raise
     except Exception as error:  # libraries below raise what they like for a bad file or argument
         raise _unloaded("model", name, error) from error
     return model, its if own else tokenizer
+
+
+def _placed(model: Any, device: str | None) -> Any:
+    given = device not in (None, "")
+    return model.to(device if given else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _merged(
+    adapter: str | os.PathLike[str],
+    path: str,
+    name: str,
+    dtype: torch.dtype | str,
+    device: str | None,
+    options: dict[str, Any],
+    tokenizer: Any,
+) -> tuple[Any, Any]:
+    """`_plain` with an adapter in its weights; of a GGUF file both are kept for the next time."""
+    kept = None
+    if path.endswith(SUFFIX) and tokenizer is None and not options:
+        kept = KeptMerge.of(Path(path), adapter_folder(adapter), dtype)
+    if kept is not None and (found := kept.load(name)) is not None:
+        return _placed(found[0], device), found[1]
+    model, tokenizer = _plain(path, name, dtype, device, options, tokenizer)
+    model = merged(with_adapter(model, adapter, name))
+    if kept is not None:
+        kept.keep(model, tokenizer)
+    return model, tokenizer
 
 
 def gguf_of(path: str, options: dict[str, Any]) -> Path | None:
