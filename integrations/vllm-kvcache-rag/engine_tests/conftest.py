@@ -77,26 +77,33 @@ def random_case(seed: int = 1, sizes: Sequence[int] = (11, 70, 33, 97, 9)) -> Ca
 
 
 class SmallEngine:
-    """vLLM with the connector, and the same weights in transformers."""
+    """vLLM, and the same weights in transformers.
 
-    def __init__(self, model: Path, store: Path, **options: Any) -> None:
-        self.model, self.store, self.options = model, store, options
+    Attributes:
+        store: Folder of the connector, which is left out without one.
+        extra: Other settings of the connector.
+    """
+
+    def __init__(
+        self, model: Path, store: Path | None, extra: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.model, self.store, self.extra, self.options = model, store, extra or {}, options
         self.reference = AutoModelForCausalLM.from_pretrained(model).eval()
         self.start()
 
     def start(self) -> None:
-        options = {"max_model_len": 1024, **self.options}
-        self.llm = LLM(
-            str(self.model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
-            block_size=BLOCK, distributed_executor_backend="uni",
-            kv_transfer_config={
+        options = {"max_model_len": 1024, "block_size": BLOCK, **self.options}
+        if self.store is not None:
+            options["kv_transfer_config"] = {
                 "kv_connector": "KVCacheRAGConnector",
                 "kv_connector_module_path": "vllm_kvcache_rag",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"kv_dir": str(self.store)},
-            },
-            **options,
+                "kv_connector_extra_config": {"kv_dir": str(self.store), **self.extra},
+            }
+        self.llm = LLM(
+            str(self.model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
+            distributed_executor_backend="uni", **options,
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -169,6 +176,10 @@ def apart(answer: Any, expected: torch.Tensor) -> float:
 
 def reused(answer: Any) -> int:
     return int((answer.kv_transfer_params or {}).get("kvcache_rag", {}).get("reused", 0))
+
+
+def tokens(answer: Any) -> list[int]:
+    return list(answer.outputs[0].token_ids)
 
 
 def saved(name: str, folder: Path, seed: int = 0) -> Path:

@@ -67,6 +67,33 @@ def test_answers_that_outgrow_the_pages_are_as_alone(narrow: SmallEngine) -> Non
             )
 
 
+def test_a_load_that_fails_behind_a_preemption(
+    narrow: SmallEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun over stitched pages is gone on with over computed ones; no page is wrong."""
+    cases = [random_case(75 + seed, (11, 100, 90, 9)) for seed in range(3)]
+    for case in cases:
+        narrow.keep(case)
+    narrow.forget()
+    get, left = DiskStore.get, [sum(1 + len(case.chunks) for case in cases)]
+
+    def through(store: DiskStore, key: ChunkKey, *given: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("the share is gone")
+        return get(store, key, *given)
+
+    monkeypatch.setattr(DiskStore, "get", through)
+    asked = [(case.ids, case.params, "") for case in cases]
+    answers = narrow.many(asked, max_tokens=170)
+    assert left[0] < 0, "one was loaded again, and failed"
+    assert 0 in map(reused, answers)
+    for case, answer in zip(cases, answers, strict=True):
+        assert apart(answer, narrow.stitched(case)) < TOLERANCE
+        assert len(answer.outputs[0].token_ids) == 170
+        assert apart(narrow.plain(case), narrow.full(case)) < TOLERANCE
+
+
 def test_more_prompts_than_pages_are_answered_one_after_the_other(narrow: SmallEngine) -> None:
     cases = [random_case(60 + seed, (11, 300, 9)) for seed in range(5)]
     cases = [replace(case, prefix=cases[0].prefix) for case in cases]

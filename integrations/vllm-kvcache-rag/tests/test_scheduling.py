@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,13 @@ class FakeRequest:
     prompt_embeds: Any = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
+    prefill_stats: Any = field(
+        default_factory=lambda: SimpleNamespace(num_computed_tokens=0, num_cached_tokens=0)
+    )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
 
     def update_block_hashes(self) -> None:
         self.block_hashes.append(f"block under {self.cache_salt}")
@@ -75,8 +84,8 @@ def request(
     return FakeRequest(name, list(ids), body.body(), **changes)
 
 
-def scheduler(store: MemoryStore | None = None) -> RequestScheduler:
-    made = RequestScheduler(store or MemoryStore(), SPECS, KEY)
+def scheduler(store: MemoryStore | None = None, timeout: float = 30) -> RequestScheduler:
+    made = RequestScheduler(store or MemoryStore(), SPECS, KEY, timeout)
     made.law = ""
     return made
 
@@ -280,3 +289,146 @@ def test_an_ended_request_is_forgotten(filled: MemoryStore) -> None:
     assert not side.step({"r": 20}, MANAGER).loads
     assert side.matched(one, 0) == (0, False)
     assert side.end(one) is None
+
+
+def test_a_store_that_does_not_answer_is_a_miss() -> None:
+    store = SlowStore()
+    side, one = scheduler(store, timeout=0.2), request(cache_salt="own")
+    began = time.monotonic()
+    side.take(one)
+    while side.matched(one, 0)[0] is None:
+        threading.Event().wait(0.01)
+    assert 0.2 < time.monotonic() - began < 5
+    assert side.matched(one, 0) == (0, False)
+    # It is found by those who ask for the same where it is missing.
+    store.answers.set()
+    missing = request("missing", cache_salt="own")
+    side.take(missing)
+    assert settled(side, missing) == (0, False)
+    assert one.cache_salt == missing.cache_salt
+    said = {"reused": 0, "why": "the store has not answered in 0.2 s"}
+    assert side.end(one) == {"kvcache_rag": said}
+
+
+def settled(side: RequestScheduler, one: FakeRequest) -> tuple[int | None, bool]:
+    """What is reused, once the store has answered."""
+    while (found := side.matched(one, 0))[0] is None:
+        threading.Event().wait(0.01)
+    return found
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.INFO]
+
+
+def scheduled(one: FakeRequest, local: int, external: int) -> None:
+    """vLLM's count, as it takes a request from the queue."""
+    one.prefill_stats.num_cached_tokens = local + external
+    one.prefill_stats.num_computed_tokens = one.num_prompt_tokens - local - external
+
+
+def test_a_request_that_ended_is_one_line_of_the_log(
+    filled: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvcache_rag")
+    side = scheduler(filled)
+    found, again, plain, refused = (
+        request("found"),
+        request("again"),
+        FakeRequest("plain", list(IDS)),
+        request("refused", lora_request=object()),
+    )
+    for one in (found, again, plain, refused):
+        side.take(one)
+    assert settled(side, found) == (12, True)
+    scheduled(found, 0, 12)
+    assert settled(side, again)[0] is not None
+    assert side.matched(again, 8) == (4, True)
+    scheduled(again, 8, 4)
+    scheduled(plain, 16, 0)
+    scheduled(refused, 0, 0)
+    for one in (found, again, plain, refused):
+        side.end(one)
+    assert told(caplog) == [
+        "kvcache-rag: found: 20 prompt tokens, 12 from chunks, 0 from vLLM's prefix cache, "
+        "8 computed; 0 of 3 pieces missed",
+        "kvcache-rag: again: 20 prompt tokens, 12 from chunks, 0 from vLLM's prefix cache, "
+        "8 computed; 0 of 3 pieces missed",
+        "kvcache-rag: plain: 20 prompt tokens, 0 from chunks, 16 from vLLM's prefix cache, "
+        "4 computed; 0 of 0 pieces missed",
+        "kvcache-rag: refused: 20 prompt tokens, 0 from chunks, 0 from vLLM's prefix cache, "
+        "20 computed; 0 of 0 pieces missed",
+    ]
+    side.end(found)
+    assert len(told(caplog)) == 4, "once"
+
+
+def test_the_log_counts_what_missed_and_says_why(
+    filled: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvcache_rag")
+    first, _, third = pieces_of(PARAMS, IDS, "tenant", SPECS)
+    filled.delete(first.keys[0])
+    filled.delete(third.keys[0])
+    filled.delete(third.keys[1])
+    side = scheduler(filled)
+    missing, failed, gone = request("missing"), request("failed"), request("gone", namespace="x")
+    side.take(missing)
+    assert settled(side, missing) == (0, False)
+    scheduled(missing, 0, 0)
+    fill(filled)
+    side.take(failed)
+    assert settled(side, failed) == (12, True)
+    side.fail({"failed"})
+    scheduled(failed, 16, 0)
+    side.take(gone)  # and it is aborted before vLLM schedules it
+    assert settled(side, gone) == (0, False)
+    for one in (missing, failed, gone):
+        side.end(one)
+    assert [line.partition(": ")[2] for line in told(caplog)] == [
+        "missing: 20 prompt tokens, 0 from chunks, 0 from vLLM's prefix cache, 20 computed; "
+        "2 of 3 pieces missed (not all of it is stored)",
+        "failed: 20 prompt tokens, 0 from chunks, 16 from vLLM's prefix cache, 4 computed; "
+        "0 of 3 pieces missed (what is stored could not be loaded)",
+        "gone: 20 prompt tokens, 0 from chunks, 0 from vLLM's prefix cache, 0 computed; "
+        "3 of 3 pieces missed (not all of it is stored)",
+    ]
+
+
+def test_no_text_token_or_tenant_is_in_the_log(
+    filled: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "vllm.kvcache_rag")
+    side, store = scheduler(filled), SlowStore()
+    store.answers.set()
+    store.error = OSError("the share is gone")
+    for made in (side, scheduler(store)):
+        one = request("r", namespace="tenant-of-a-name", cache_salt="a-salt")
+        made.take(one)
+        settled(made, one)
+        made.end(one)
+    grant = one.kv_transfer_params["kvcache_rag"]["grant"]  # type: ignore[index]
+    assert len(told(caplog)) == 2
+    for secret in ("tenant-of-a-name", "a-salt", grant, one.cache_salt, "0, 1, 2"):
+        assert str(secret) not in caplog.text
+
+
+def test_a_miss_is_known_before_all_was_looked_for() -> None:
+    """A cold store that is slow holds a request up for its first piece alone."""
+
+    class Counting(MemoryStore):
+        looks = 0
+
+        def contains(self, key: ChunkKey) -> bool:
+            self.looks += 1
+            if self.looks > 1:
+                assert answers.wait(10)
+            return super().contains(key)
+
+    answers, store = threading.Event(), Counting()
+    side, one = scheduler(store), request()
+    side.take(one)
+    assert settled(side, one) == (0, False)
+    assert store.looks <= 2
+    answers.set()
+    assert side.end(one) == {"kvcache_rag": {"reused": 0, "why": "not all of it is stored"}}

@@ -57,14 +57,25 @@ def test_what_cannot_be_used_is_named(extra: dict[str, Any], words: str) -> None
         ConnectorSettings(**extra)
 
 
+class FullAttentionSpec:
+    """vLLM's of a cache that keeps all tokens."""
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """Of one that gives pages back."""
+
+
 def engine(**changes: Any) -> tuple[Any, Any]:
     """What vLLM says of itself, as far as it is looked at."""
     told = {"model": "M", "use_mla": False, "is_hybrid": False, "is_attention_free": False}
     told |= {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "cache_dtype": "auto"}
+    told |= {"kv_load_failure_policy": "recompute"}
+    group = SimpleNamespace(kv_cache_spec=changes.pop("spec", FullAttentionSpec)())
     groups = changes.pop("groups", 1)
     every = SimpleNamespace(**{**told, **changes})
-    config = SimpleNamespace(parallel_config=every, model_config=every, cache_config=every)
-    return config, SimpleNamespace(kv_cache_groups=[None] * groups)
+    parts = ("parallel_config", "model_config", "cache_config", "kv_transfer_config")
+    config = SimpleNamespace(**dict.fromkeys(parts, every))
+    return config, SimpleNamespace(kv_cache_groups=[group] * groups)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +88,16 @@ def engine(**changes: Any) -> tuple[Any, Any]:
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"cache_dtype": "fp8"}, "a cache of fp8"),
+        ({"spec": SlidingWindowSpec}, "a cache that does not keep all tokens .SlidingWindowSpec"),
     ],
 )
 def test_an_engine_that_cannot_be_stitched_is_refused(changes: dict[str, Any], words: str) -> None:
     check_engine(*engine())
     with pytest.raises(UnsupportedModelError, match=f"for M: it has {words}"):
         check_engine(*engine(**changes))
+
+
+def test_an_engine_that_fails_what_cannot_be_loaded_is_refused() -> None:
+    """vLLM's default: a damaged chunk would fail its request."""
+    with pytest.raises(InvalidInputError, match='write "kv_load_failure_policy": "recompute" into'):
+        check_engine(*engine(kv_load_failure_policy="fail"))

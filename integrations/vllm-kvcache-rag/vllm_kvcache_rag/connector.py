@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import UnsupportedModelError
-from vllm_kvcache_rag.paged import PagedLayer
 from vllm_kvcache_rag.pages import PageWorker
 from vllm_kvcache_rag.rotation import frequencies
 from vllm_kvcache_rag.scheduling import RequestScheduler, Step
@@ -78,19 +77,20 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._requests: RequestScheduler | None = None
         self._pages: PageWorker | None = None
         self._law: LawMetadata | None = None
-        self._block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role == KVConnectorRole.SCHEDULER:
             specs = engine_specs(vllm_config)
             for spec in specs:
                 store.describe(spec, "", {"engine": "vllm", "model": str(model.model)})
-            self._requests = RequestScheduler(store, specs, settings.grant_key())
+            self._requests = RequestScheduler(
+                store, specs, settings.grant_key(), settings.load_timeout
+            )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
             width = model.get_head_size()
             inv_freq = frequencies(model.hf_text_config, width)
             rank = get_tensor_model_parallel_rank()
-            self._pages = PageWorker(store, rank, str(model.model), inv_freq)
+            self._pages = PageWorker(store, rank, str(model.model), inv_freq, settings.load_timeout)
 
     # ---------------------------------------------------------------------------------- scheduler
     def on_new_request(self, request: Request) -> None:
@@ -132,9 +132,15 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------- worker
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the layers whose pages were allocated."""
+        """Take the layers whose pages were allocated, and try them.
+
+        Raises:
+            UnsupportedModelError: If they are not found as they are written.
+        """
         layers = self._vllm_config.compilation_config.static_forward_context
-        self._worker.attach([PagedLayer(layers[name], self._block) for name in kv_caches])
+        block = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        pages = self._kv_cache_config.num_blocks
+        self._worker.attach([layers[name] for name in kv_caches], block, pages)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to load during the forward passes."""
@@ -197,7 +203,7 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 def _check_vllm() -> None:
     """Refuse a vLLM whose requests are not as this was made for: its fields are private."""
-    needed = {"update_block_hashes", "has_encoder_inputs", "num_tokens"}
+    needed = {"update_block_hashes", "has_encoder_inputs", "num_tokens", "prefill_stats"}
     names = {*Request.__init__.__code__.co_names, *dir(Request)}
     missing = sorted((needed | {"block_hashes", "cache_salt", "skip_reading_prefix_cache"}) - names)
     if missing:

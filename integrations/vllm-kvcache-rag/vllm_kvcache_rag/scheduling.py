@@ -10,6 +10,7 @@ A request passes these states:
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -72,7 +73,9 @@ class _Asked:
         namespace: Its tenant.
         salt: What its client sent as one.
         state: Where it stands.
-        lookup: Tells whether all pieces are held.
+        lookup: Looks for all pieces.
+        missed: Those that it did not find so far.
+        since: When it began, in seconds of `time.monotonic`.
         why: Why nothing is reused.
         reused: Tokens that were loaded or found in pages.
     """
@@ -83,7 +86,9 @@ class _Asked:
     namespace: str
     salt: str | None
     state: Literal["looking", "reuse", "plain", "measured"]
-    lookup: Future[bool] | None = None
+    lookup: Future[None] | None = None
+    missed: list[Piece] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
     why: str = ""
     reused: int = 0
 
@@ -95,11 +100,22 @@ class RequestScheduler:
         law: Why nothing is reused: `UNPROVEN`, or what the measurement said; "" once it held.
     """
 
-    def __init__(self, store: ChunkStore, specs: Sequence[str], key: GrantKey) -> None:
-        """Look into `store` for chunks of `specs`, for who has a grant of `key`."""
+    def __init__(
+        self, store: ChunkStore, specs: Sequence[str], key: GrantKey, timeout: float
+    ) -> None:
+        """Look into a store.
+
+        Args:
+            store: Where chunks lie.
+            specs: Of the chunks that can be used, one for each rank.
+            key: Says who may ask.
+            timeout: Seconds behind which a store that has not answered counts as empty.
+        """
         self._store, self._specs, self._key = store, tuple(specs), key
+        self._timeout = timeout
         self._salts = Salts()
         self._asked: dict[str, _Asked] = {}
+        self._prefills: dict[str, Any] = {}  # vLLM's counts of each request's prefill
         self._loads: dict[str, Job] = {}
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kvcache-rag-lookup")
         self.law = UNPROVEN
@@ -108,6 +124,8 @@ class RequestScheduler:
     def take(self, request: Any) -> None:
         """A new request: give it its salt, and look for its pieces."""
         salt = request.cache_salt
+        # vLLM fills it in as it schedules the request, and drops its own reference later.
+        self._prefills[request.request_id] = request.prefill_stats
         _salted(request, self._salts.plain(salt))
         try:
             asked = self._understood(request, salt)
@@ -121,7 +139,7 @@ class RequestScheduler:
         _salted(request, self._salts.plain(salt, asked.namespace))
         if asked.state == "looking":
             _salted(request, self._salts.lone())
-            asked.lookup = self._lookers.submit(self._are_held, asked.pieces)
+            asked.lookup = self._lookers.submit(self._miss, asked)
             wait([asked.lookup], _AT_ONCE)
             self._look(asked)
 
@@ -144,25 +162,36 @@ class RequestScheduler:
             asked.state = "looking"
         return asked
 
-    def _are_held(self, pieces: Sequence[Piece]) -> bool:
-        return all(self._store.contains(key) for piece in pieces for key in piece.keys)
+    def _miss(self, asked: _Asked) -> None:
+        for piece in asked.pieces:
+            if not all(map(self._store.contains, piece.keys)):
+                asked.missed.append(piece)
 
-    def _look(self, asked: _Asked) -> bool:
-        """Whether the store has answered; then the request has its salt."""
-        if asked.lookup is None or not asked.lookup.done():
-            return False
-        error = asked.lookup.exception()
-        if error is None and asked.lookup.result():
+    def _look(self, asked: _Asked) -> None:
+        """Give a request its salt once it is known whether all of it is held."""
+        why = self._why_not(asked)
+        if why is None:
+            return
+        if why:
+            asked.state = "measured" if asked.params.mode == "store" else "plain"
+            asked.why = why
+            salt = self._salts.plain(asked.salt, asked.namespace)
+        else:
             asked.state = "reuse"
             salt = self._salts.stitched(
                 asked.salt, asked.namespace, asked.params.positions, asked.pieces
             )
-        else:
-            asked.state = "measured" if asked.params.mode == "store" else "plain"
-            asked.why = "not all of it is stored" if error is None else f"the store failed: {error}"
-            salt = self._salts.plain(asked.salt, asked.namespace)
         _salted(asked.request, salt)
-        return True
+
+    def _why_not(self, asked: _Asked) -> str | None:
+        """Why a request reuses nothing; "" if it does, None while it is not known."""
+        if asked.missed:  # others are looked for, and counted, meanwhile
+            return "not all of it is stored"
+        if asked.lookup is None or not asked.lookup.done():
+            late = time.monotonic() - asked.since > self._timeout
+            return f"the store has not answered in {self._timeout:g} s" if late else None
+        error = asked.lookup.exception()
+        return "" if error is None else f"the store failed: {error}"
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens to be loaded behind the first `computed`; None to be asked again."""
@@ -221,8 +250,11 @@ class RequestScheduler:
         """What the reply says about a request that has ended."""
         asked = self._asked.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
+        self._log(request, asked)
         if asked is None:
             return None
+        if asked.lookup is not None:
+            asked.lookup.cancel()
         reply: dict[str, Any] = {"reused": asked.reused}
         if asked.why:
             reply["why"] = asked.why
@@ -231,6 +263,23 @@ class RequestScheduler:
             reply["law"] = None if self.law == UNPROVEN else self.law
             reply["engine"] = digest("kvcache-rag-engine", *map(str.encode, self._specs))
         return {FIELD: reply}
+
+    def _log(self, request: Any, asked: _Asked | None) -> None:
+        """One line of counts: no text, token or tenant."""
+        prefill = self._prefills.pop(request.request_id, None)
+        if prefill is None:
+            return
+        reused, missed, pieces, why = 0, 0, 0, ""
+        if asked is not None:
+            reused, missed, pieces = asked.reused, len(asked.missed), len(asked.pieces)
+            why = f" ({asked.why})" if asked.why else ""
+        logger.info(
+            "kvcache-rag: %s: %d prompt tokens, %d from chunks, %d from vLLM's prefix cache, "
+            "%d computed; %d of %d pieces missed%s",
+            request.request_id, request.num_prompt_tokens, reused,
+            max(0, prefill.num_cached_tokens - reused), prefill.num_computed_tokens,
+            missed, pieces, why,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop looking."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _WHOLE: Final = ("auto", "float16", "bfloat16", "float32")
 
+# vLLM's name of a cache that keeps all tokens of a request.
+_KIND: Final = "FullAttentionSpec"
+
 # Quantised forms keep keys as they are before rotation, which vLLM does not hand out.
 _CODEC: Final = "native"
 
@@ -29,6 +32,8 @@ class ConnectorSettings(StoreSettings):
 
     memory_bytes: Bytes = Field(default=0, ge=0)
     """Bytes of chunks that each worker keeps in memory before the store."""
+    load_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """Seconds that a request waits for the store; then it is computed whole."""
     key_file: PathText | None = None
     """File of the key that the front end has, too; without it that of the environment."""
 
@@ -65,9 +70,11 @@ def check_engine(config: Any, cache: Any) -> None:
 
     Raises:
         UnsupportedModelError: Naming what it has.
+        InvalidInputError: If it would fail a request whose chunks cannot be loaded.
     """
     parallel, model = config.parallel_config, config.model_config
     groups, dtype = len(cache.kv_cache_groups), config.cache_config.cache_dtype
+    kind = type(cache.kv_cache_groups[0].kv_cache_spec).__name__
     recurrent = ("is_hybrid", "is_attention_free")  # of Mamba's kind alone there is one group, too
     found = {
         "latent attention (MLA)": bool(model.use_mla),
@@ -77,6 +84,8 @@ def check_engine(config: Any, cache: Any) -> None:
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         f"a cache of {dtype}": dtype not in _WHOLE,
+        # With sliding windows in all layers vLLM gives pages back while a chunk is computed.
+        f"a cache that does not keep all tokens ({kind})": kind != _KIND,
     }
     for what, is_so in found.items():
         if is_so:
@@ -84,6 +93,12 @@ def check_engine(config: Any, cache: Any) -> None:
                 f"kvcache-rag does not stitch chunks for {model.model}: it has {what}; serve it "
                 "without the connector"
             )
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise InvalidInputError(
+            f'kv_load_failure_policy is "{policy}", so a damaged chunk would fail its request; '
+            'write "kv_load_failure_policy": "recompute" into --kv-transfer-config'
+        )
 
 
 def engine_specs(config: Any) -> tuple[str, ...]:
