@@ -12,6 +12,7 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvcache_rag import Engine, InvalidInputError, Reuse
 from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
+from kvcache_rag.models import kept
 from kvcache_rag.models.kept import cache_folder, file_digest
 from kvcache_rag.models.model_names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load, own_dtype
@@ -200,10 +202,14 @@ def test_a_cache_that_cannot_be_written_fails_nothing(
     assert Engine.from_pretrained(written).spec == spec
 
 
+@pytest.mark.parametrize("scarce", ["KEPT_BYTES", "disk"])
 def test_a_large_one_is_not_kept(
-    written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
-    monkeypatch.setattr(files, "KEPT_BYTES", 1000)
+    if scarce == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    else:
+        monkeypatch.setattr(kept, scarce, 1000)
     assert ask(Engine.from_pretrained(written))
     assert not cache.exists()
 

@@ -20,7 +20,7 @@ import torch
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.gguf_weights import Description, model_of
-from kvcache_rag.models.kept import KEPT_BYTES, cache_folder, changed, file_digest, keep, load_kept
+from kvcache_rag.models.kept import cache_folder, changed, file_digest, has_room, keep, load_kept
 from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -
         _size(size),
         _size(size + 4 * largest),  # one tensor at a time is float32
     )
-    return size <= KEPT_BYTES and keep(folder, partial(_write, path, header, dtype))
+    return has_room(size) and keep(folder, partial(_write, path, header, dtype))
 
 
 def _write(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-KEPT_BYTES: Final = 2_000_000_000
+KEPT_BYTES: Final = 5_000_000_000
 """A larger checkpoint is not kept."""
+
+# Free bytes of the disk for each that is kept.
+_ROOM: Final = 4
 
 _MANIFEST: Final = "kvcache-rag.json"
 
@@ -47,6 +50,14 @@ def cache_folder() -> Path:
     else:
         base = Path.home() / ".cache"
     return base / "kvcache-rag" / "models"
+
+
+def has_room(nbytes: int) -> bool:
+    """Whether a checkpoint of so many bytes is kept: it is no large one, for this disk either."""
+    place = cache_folder()
+    while not place.exists():
+        place = place.parent
+    return nbytes <= KEPT_BYTES and _ROOM * nbytes <= shutil.disk_usage(place).free
 
 
 def keep(folder: Path, write: Callable[[Path], None]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.models.adapters import compare_base, note_training, trains_blocks
 from kvcache_rag.models.gguf import GgufHeader, torch_dtype
-from kvcache_rag.models.kept import KEPT_BYTES, cache_folder, file_digest, keep, load_kept
+from kvcache_rag.models.kept import cache_folder, file_digest, has_room, keep, load_kept
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,11 +37,9 @@ class KeptMerge:
 
     @classmethod
     def of(cls, file: Path, adapter: Path, dtype: torch.dtype | str) -> Self | None:
-        """None for weights that are too many to be kept, or an adapter that is none."""
-        header = GgufHeader.read(file)
-        target = header.dtype if dtype == "auto" else torch_dtype(dtype)
-        fits = header.memory(target) <= KEPT_BYTES and adapter.is_dir()
-        return cls(file, adapter, target) if fits else None
+        """None for an adapter that is none."""
+        target = GgufHeader.read(file).dtype if dtype == "auto" else torch_dtype(dtype)
+        return cls(file, adapter, target) if adapter.is_dir() else None
 
     @property
     def folder(self) -> Path:
@@ -80,7 +78,8 @@ class KeptMerge:
             model: As `merged` gave it.
             tokenizer: The file's own.
         """
-        if hasattr(model, "merge_and_unload") or model.device.type != "cpu":
+        is_merged = not hasattr(model, "merge_and_unload") and model.device.type == "cpu"
+        if not is_merged or not has_room(GgufHeader.read(self.file).memory(self.dtype)):
             return
 
         def write(folder: Path) -> None:
