@@ -206,7 +206,7 @@ def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader
         value = fields.value(fields.plain("I"))
         metadata[name] = place, fields.place
         if name == "general.architecture":
-            architecture = value.decode()
+            architecture = str(value, "utf-8")
         elif name == "general.alignment":
             alignment = int(value)
             if alignment < 1:
