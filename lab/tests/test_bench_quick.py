@@ -87,7 +87,7 @@ def test_every_side_is_asked_the_same_in_turns_and_every_question_has_another_or
         ((question, texts),) = {(text, tuple(chunks)) for _, text, chunks in one}
         assert known.documents[answers[question].documents[0]] in texts
         lengths = [len(engine.brought_ids(text)) for text in texts]
-        assert sum(lengths) >= PLAN.context > sum(lengths) - max(lengths)
+        assert PLAN.context - max(lengths) <= sum(lengths) <= PLAN.context
         orders.append([known.documents.index(text) for text in texts])
     assert len({question for one in rounds for _, question, _ in one}) == PLAN.questions
     assert len(set(map(tuple, orders))) == PLAN.questions
@@ -139,7 +139,7 @@ def test_every_article_question_has_its_answer_among_its_chunks() -> None:
             assert words <= Counter(" ".join(one.chunks).split())
         # What scores answers takes what the articles say for right.
         assert containment(" ".join(one.chunks), one.groups) == 1
-        assert 600 <= sum(map(count, one.chunks)) < 600 + 400
+        assert 500 < sum(map(count, one.chunks)) <= 600
 
 
 def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

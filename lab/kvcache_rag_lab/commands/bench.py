@@ -490,7 +490,9 @@ def quick_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"once, in {_seconds(prefilled['seconds'])}; sides in turns, chunks in memory, medians"
     )
     yield ""
-    rows = [["answered by", "first token", "sooner", "tokens computed", f"right of {number}"]]
+    rows = [
+        ["answered by", "first token", "times as soon", "tokens computed", f"right of {number}"]
+    ]
     for side in found["sides"]:
         time, sooner = _seconds(side["first_token"]["p50"]), side["sooner"]
         counts = f"{side['computed_tokens']:,.0f}", str(side["right"])

@@ -60,7 +60,7 @@ class QuickPlan:
 
     Attributes:
         questions: How many.
-        context: Tokens of a question's chunks, which those of the last document may exceed.
+        context: Tokens of a question's chunks at most, unless its own documents have more.
         tokens: Longest answer.
     """
 
@@ -109,23 +109,23 @@ class QuickCorpus:
         return cls([(text,) for text in known.documents], asked)
 
     def questions(self, context: int, count: TokenCounter) -> list[Question]:
-        """Each over its own documents and drawn others, all chunks in an order of its own.
+        """Each over its own documents and drawn chunks of others, in an order of its own.
 
         Args:
-            context: Tokens that are to be reached.
+            context: Tokens that drawn chunks fill up, but not exceed.
             count: Tokens of a chunk.
         """
         generator = random.Random(_SEED)
-        lengths = [sum(map(count, chunks)) for chunks in self.documents]
+        lengths = {chunk: count(chunk) for chunks in self.documents for chunk in chunks}
         found = []
         for text, groups, own in self.asked:
-            others = [place for place in range(len(lengths)) if place not in own]
-            chosen = [*own]
-            for place in generator.sample(others, len(others)):
-                if sum(lengths[one] for one in chosen) >= context:
-                    break
-                chosen.append(place)
-            chunks = [chunk for place in chosen for chunk in self.documents[place]]
+            chunks = [chunk for place in own for chunk in self.documents[place]]
+            others = [chunk for chunk in lengths if chunk not in chunks]
+            room = context - sum(map(lengths.__getitem__, chunks))
+            for chunk in generator.sample(others, len(others)):
+                if lengths[chunk] <= room:
+                    chunks.append(chunk)
+                    room -= lengths[chunk]
             generator.shuffle(chunks)
             answers = tuple(one for group in groups for one in group)
             found.append(Question(text, text, tuple(chunks), answers, answer_groups=groups))
