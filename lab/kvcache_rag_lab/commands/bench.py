@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="ask 20 packaged questions over some 1,000 tokens each by full prefill, the default "
-        f"policy (or --policy), reuse and llama.cpp, in some three minutes (MODEL: {MODEL})",
+        f"policy (or --policy), reuse and llama.cpp, in a few minutes (MODEL: {MODEL})",
     )
     options = ("backend", "adapter", "weight_format", "revision", "device", "dtype")
     add_options(parser.add_argument_group("model"), LocalSettings, *options)
