@@ -57,7 +57,7 @@ CALLERS := $(addprefix tests/test_,$(addsuffix .py,\
 LOWEST_TESTS := $(CALLERS) \
 	$(addprefix integrations/kvcache-rag-server/tests/test_,$(addsuffix .py,serve_auth serve_http serve_metrics)) \
 	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
-	any_store articles chat_async commands demo embeddings front linears policy_of_a_call standard_chat_model tools weights)),\
+	any_store chat_async commands demo embeddings front linears policy_of_a_call standard_chat_model tools weights)),\
 	$(filter-out integrations/kvcache-rag-server/%,$(wildcard integrations/*/tests/test_*.py)))
 
 # The newest releases of what we call most, whatever bounds say, ours or others'; torch stays at its pin.

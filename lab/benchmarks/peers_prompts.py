@@ -8,9 +8,9 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.answers import Retriever
-from benchmarks.common import ROOT
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.template import PromptTemplate
+from kvcache_rag_lab.articles import read_articles
 from kvcache_rag_lab.scoring.question import Question
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ PREFIX: Final = 128
 CHUNK: Final = 256
 QUERY: Final = 40
 LONGEST: Final = 4096
-# Texts of the demonstration.
-_ARTICLES: Final = ROOT.joinpath(
-    "integrations", "llama-index-kvcache-rag", "llama_index", "kvcache_rag", "articles"
-)
 _FILLERS: Final = ("and", "so", "on", "as", "it", "is")
 _SYSTEM: Final = """Answer the question using only the documents below. If they do not contain the
 answer, say that you do not know. Every document stands by itself, and their order says nothing
@@ -160,8 +156,7 @@ def material(tokenizer: Any, longest: int = LONGEST) -> Material:
 
     system = fitted(prefix_tokens, _SYSTEM.split(), PREFIX) + "\n\n"
     renderer = PromptRenderer(template_of(system), tokenizer)
-    articles = (path.read_text(encoding="utf-8") for path in sorted(_ARTICLES.glob("*.md")))
-    texts, words = [], " ".join(articles).split()
+    texts, words = [], " ".join(article.text for article in read_articles()).split()
     for _ in range(longest // CHUNK):
         text = fitted(lambda text: len(renderer.chunk_ids(text)), words[: 2 * CHUNK], CHUNK)
         texts.append(text)

@@ -1,16 +1,19 @@
-"""`verify` and `eval` of a GGUF file in llama.cpp."""
+"""`verify`, `eval` and `bench --quick` of a GGUF file in llama.cpp."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import llama_smollm2 as llama
 import pytest
 
+from kvcache_rag import FullRecompute
 from kvcache_rag.cli import main
 from kvcache_rag.verdict import Verdict
 from kvcache_rag_lab.commands.verify import OF_LLAMA
+from kvcache_rag_lab.evaluation.cost.quick import LLAMA, QuickPlan
 from kvcache_rag_lab.evaluation.verification import check_numerics
 
 if TYPE_CHECKING:
@@ -73,3 +76,20 @@ def test_eval_asks_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "reuse" in capsys.readouterr().out
     assert main(["eval", "tiny", *words[2:]]) == 2
     assert "runs GGUF files, and 'tiny' is none" in capsys.readouterr().err
+
+
+def test_quick_asks_for_llama_cpps_own_full_prefill(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvcache_rag_lab.evaluation.cost.quick.PLAN", QuickPlan(1, 100, 4))
+    assert main(["bench", llama.NAME, "--quick", "--adapter", "none", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = report["quick"]
+    full, *_, last = found["sides"]
+    assert (last["side"], found["missing"]) == (LLAMA, [])
+    assert report["machine"]["versions"].endswith(version("llama-cpp-python"))
+    assert last["computed_tokens"] == full["computed_tokens"]
+    (row,) = found["asked"]
+    how = {"policy": FullRecompute(), "max_new_tokens": 4}
+    own = engine.generate(row["question"], row["documents"], **how)
+    assert row["answers"][-1]["answer"] == own.text.strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from small import make_model, make_tokenizer
 
 from kvcache_rag import cli
 from kvcache_rag.models.model_names import PACKAGED
+from kvcache_rag_lab.articles import read_articles, read_questions
 from llama_index.kvcache_rag import HashEmbedding
-from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles
 from llama_index.kvcache_rag.commands.demo_app import Exchange, Reply
 from llama_index.kvcache_rag.commands.settings import Settings
@@ -148,6 +149,17 @@ def test_a_mistake_is_one_sentence(
     assert errors.startswith(("kvcache-rag: error: ", "kvcache-rag demo: error: "))
     assert sentence in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["smollm2", "tiny"])
+def test_without_the_lab_its_extra_is_told(
+    command: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    for name in ("kvcache_rag_lab.articles", "kvcache_rag_lab.reader"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _, errors = command(model, code=2)
+    told = "kvcache-rag-lab is not installed: pip install 'llama-index-kvcache-rag[demo]'"
+    assert errors.splitlines() == [f"kvcache-rag: error: {told}"]
 
 
 def test_the_missing_package_is_told_with_its_command(

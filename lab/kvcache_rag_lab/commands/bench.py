@@ -1,23 +1,27 @@
 """`kvcache-rag bench MODEL`: what caching chunks is worth for this model on this machine.
 
-It measures first tokens, decoding and peak memory by full prefill and over chunks from memory and
+With `--quick` it asks twenty packaged questions and gives first tokens and right answers.  Else
+it measures first tokens, decoding and peak memory by full prefill and over chunks from memory and
 files, in turns, at several context lengths, and counts operations by the model's config.  For your
 own corpus and questions it gives bytes of all chunks and how often the same ones are asked for.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import duration, size
 from kvcache_rag.commands.options import (
     add_chunking,
+    add_json,
     add_max_new_tokens,
     add_model,
     add_options,
@@ -25,6 +29,7 @@ from kvcache_rag.commands.options import (
     add_report,
     add_threads,
     add_top_k,
+    as_json,
     check_chunking,
     check_file_there,
     nbytes,
@@ -33,14 +38,15 @@ from kvcache_rag.commands.options import (
     whole,
 )
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.backends import TRANSFORMERS
 from kvcache_rag.progress import plural, table
 from kvcache_rag_documents.extraction import FOLDER
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
+    from kvcache_rag.settings import EngineSettings
     from kvcache_rag.stores import ChunkStore
     from kvcache_rag_lab.evaluation.cost.speed import SpeedBench
 
@@ -54,6 +60,14 @@ BUDGETS: Final = (10**9, 4 * 10**9, 16 * 10**9)  # bytes
 
 NAMESPACE: Final = "kvcache-rag bench"
 
+MODEL: Final = "smollm2"  # of --quick
+
+# What --quick asks is packaged, and chunks stay in memory.
+_NOT_QUICK: Final = (
+    *("contexts", "chunk_size", "chunk_overlap", "max_new_tokens", "rounds", "kv_dir", "kv_codec"),
+    *("corpus", "queries", "top_k", "embed", "budgets", "plot"),
+)
+
 _SHORTEST: Final = 16  # tokens of a chunk: what a template writes around it may have some
 
 _PREFIXES: Final = ("", "k", "M", "G", "T", "P")
@@ -63,7 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the model, what is timed, the corpus and where results go."""
     from kvcache_rag.settings import LocalSettings
 
-    add_model(parser)
+    add_model(parser, nargs="?")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="ask 20 packaged questions over some 1,000 tokens each by full prefill, the default "
+        f"policy (or --policy), reuse and llama.cpp, in a few minutes (MODEL: {MODEL})",
+    )
     options = ("backend", "adapter", "weight_format", "revision", "device", "dtype")
     add_options(parser.add_argument_group("model"), LocalSettings, *options)
     timed = parser.add_argument_group(
@@ -117,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a cache (default: 1GB 4GB 16GB)",
     )
     results = parser.add_argument_group("results")
+    add_json(results)
     add_report(results, "everything that was measured")
     results.add_argument("--plot", metavar="FILE", type=new_file, help=".svg, .png or .pdf")
 
@@ -131,13 +152,15 @@ def run(arguments: argparse.Namespace) -> int:
     ready(settings)
     import torch
 
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    if arguments.quick:
+        return _quick(arguments, settings)
     from kvcache_rag.policies.policy_registry import given_policy
     from kvcache_rag_lab.evaluation.cost.speed import SpeedBench, SpeedPlan
 
     policy = given_policy(arguments.policy)
     texts = _texts(arguments.corpus) if arguments.corpus else None
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     engine = settings.open_engine(namespace=NAMESPACE)
     plan = SpeedPlan.from_engine(
         engine,
@@ -147,13 +170,20 @@ def run(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
     )
     report = {"format": 1, "complete": False, **_facts(arguments, engine)}
+    report["settings"] = {
+        "chunk": plan.chunk,
+        "tokens": plan.tokens,
+        "rounds": plan.rounds,
+        "codec": arguments.kv_codec or "native",
+    }
     with contextlib.ExitStack() as stack:
         folder = arguments.kv_dir or stack.enter_context(tempfile.TemporaryDirectory())
         stores = _stores(arguments, engine, folder, stack)
         bench = SpeedBench(engine, stores, plan, policy)
         report |= {"speed": bench.report(), "corpus": None}
         try:
-            _say_plan(arguments, bench, report)
+            if not arguments.json:
+                _say_plan(arguments, bench, report)
             if texts is not None:
                 report["corpus"] = _corpus(arguments, engine, texts, questions)
             _measure(bench)
@@ -166,12 +196,41 @@ def run(arguments: argparse.Namespace) -> int:
         from kvcache_rag_lab.evaluation.cost.plot import draw
 
         draw(report, arguments.plot)
-    print("\n".join(lines(report)))
+    print(as_json(report) if arguments.json else "\n".join(lines(report)))
+    return 0
+
+
+def _quick(arguments: argparse.Namespace, settings: EngineSettings) -> int:
+    """Ask the packaged questions; a report is written when all are answered."""
+    from kvcache_rag.policies.policy_registry import given_policy
+    from kvcache_rag_lab.evaluation.cost import quick
+
+    engine = settings.open_engine(namespace=NAMESPACE)
+    sides, missing = [*quick.quick_sides(engine, given_policy(arguments.policy))], []
+    if settings.backend == TRANSFORMERS:  # else full prefill is llama.cpp's already
+        found = quick.llama_side(settings)
+        if isinstance(found, str):
+            missing.append({"side": quick.LLAMA, "reason": found})
+        else:
+            sides.append(found)
+    report = {"format": 1, "complete": True, **_facts(arguments, engine)}
+    if not missing:
+        report["machine"]["versions"] += f", llama-cpp-python {version('llama-cpp-python')}"
+    questions = quick.packaged_questions(engine, quick.PLAN, settings.model)
+    bench = quick.QuickBench(sides, questions, quick.PLAN.tokens)
+    bench.prefill(show_progress=True)
+    bench.measure(show_progress=True)
+    report["quick"] = {**bench.report(), "missing": missing}
+    if arguments.report:
+        _write(arguments.report, report)
+    print(as_json(report) if arguments.json else "\n".join(quick_lines(report)))
     return 0
 
 
 def kept(arguments: argparse.Namespace) -> str:
     """What Ctrl-C leaves."""
+    if arguments.quick:
+        return "nothing of it is kept"
     if arguments.report:
         return f"{arguments.report} has what was measured until then"
     return "nothing of it is kept; --report FILE has what was measured until then"
@@ -180,6 +239,10 @@ def kept(arguments: argparse.Namespace) -> str:
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before anything is read."""
+    if arguments.quick:
+        _check_quick(arguments)
+    elif arguments.model is None:
+        raise InvalidInputError(f"say which MODEL to measure; --quick alone asks {MODEL}")
     check_chunking(arguments.chunk_size or PIECE, arguments.chunk_overlap)
     if arguments.queries is not None and arguments.corpus is None:
         raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
@@ -192,6 +255,19 @@ def _check(arguments: argparse.Namespace) -> None:
         from kvcache_rag_lab.evaluation.report import check_plot
 
         check_plot(arguments.plot)
+
+
+def _check_quick(arguments: argparse.Namespace) -> None:
+    """Refuse what it does not read, and fill in the model."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name in _NOT_QUICK:
+        if getattr(arguments, name) != parser.get_default(name):
+            raise InvalidInputError(
+                f"--{name.replace('_', '-')} is not for --quick, which asks packaged questions; "
+                "leave one of them out"
+            )
+    arguments.model = arguments.model or MODEL
 
 
 def _stores(
@@ -316,6 +392,7 @@ def _corpus(
 def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import torch
 
+    from kvcache_rag.models.model_names import chosen_adapter
     from kvcache_rag.models.weight_formats import parameter_count
     from kvcache_rag_lab.commands.machine import described, load
 
@@ -324,8 +401,8 @@ def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "model": {
             "name": arguments.model,
             "revision": identity.revision,
-            "backend": arguments.backend or "transformers",
-            "adapter": arguments.adapter,
+            "backend": arguments.backend or TRANSFORMERS,
+            "adapter": chosen_adapter(arguments.model, arguments.adapter),
             "dtype": identity.dtype,
             "weight_format": arguments.weight_format or "auto",
             "parameters": parameter_count(engine.model),
@@ -336,18 +413,12 @@ def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "load_before": load(),
         },
-        "settings": {
-            "chunk": arguments.chunk_size or CHUNK,
-            "tokens": arguments.max_new_tokens,
-            "rounds": arguments.rounds,
-            "codec": arguments.kv_codec or "native",
-        },
     }
 
 
 def _say_plan(arguments: argparse.Namespace, bench: SpeedBench, report: Mapping[str, Any]) -> None:
     plan = bench.plan
-    print(f"{arguments.model}, {report['model']['dtype']}, on {report['machine']['machine']}")
+    print("\n".join(_where(report)))
     print(
         f"{plural(plan.rounds, 'round')} of full prefill and of chunks of {plan.chunk} tokens "
         f"({arguments.kv_codec or 'native'}) from memory and from files by {bench.policy}, in "
@@ -393,6 +464,47 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield _sooner(decoded, speed["policy"])
     yield _pays(speed["pays_from"], contexts)
+
+
+def _where(report: Mapping[str, Any]) -> Iterator[str]:
+    """Model, machine and versions."""
+    model, machine = report["model"], report["machine"]
+    with_adapter = f" with adapter {model['adapter']}" if model["adapter"] else ""
+    size_of = f"{model['parameters'] / 1e6:,.0f} M parameters, {model['dtype']}"
+    yield f"{model['name']}{with_adapter} ({size_of}, {model['backend']}), on {machine['machine']}"
+    yield machine["versions"]
+
+
+def quick_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """What `--quick` shows."""
+    found = report["quick"]
+    prefilled, number = found["prefilled"], found["questions"]
+    yield from _where(report)
+    yield (
+        f"{number} packaged questions, each over {found['chunks']:,.0f} chunks "
+        f"({found['context']:,.0f} tokens) in a new order; answers of at most "
+        f"{found['max_new_tokens']} tokens"
+    )
+    yield (
+        f"{plural(prefilled['chunks'], 'chunk')} of {prefilled['tokens']:,} tokens prefilled "
+        f"once, in {_seconds(prefilled['seconds'])}; sides in turns, chunks in memory, medians"
+    )
+    yield ""
+    rows = [
+        ["answered by", "first token", "times as soon", "tokens computed", f"right of {number}"]
+    ]
+    for side in found["sides"]:
+        time, sooner = _seconds(side["first_token"]["p50"]), side["sooner"]
+        counts = f"{side['computed_tokens']:,.0f}", str(side["right"])
+        rows.append([side["side"], time, "" if sooner is None else _ratio(sooner), *counts])
+    yield from table(rows, right=frozenset(range(1, len(rows[0]))))
+    yield ""
+    for one in found["missing"]:
+        yield f"not asked: {one['side']}: {one['reason']}"
+    yield (
+        f"{number} questions show large differences alone; `kvcache-rag verify "
+        f"{report['model']['name']}` asks your own."
+    )
 
 
 def _times_table(contexts: Sequence[Mapping[str, Any]]) -> Iterator[str]:

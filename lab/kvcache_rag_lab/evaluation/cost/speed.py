@@ -18,6 +18,7 @@ import gc
 import random
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -305,14 +306,12 @@ class SpeedBench:
         plan = self.plan
         contexts = (*plan.short, *plan.contexts)
         answers = len(contexts) * len(self._sides) * (plan.rounds + 1)
-        gc.collect()
-        gc.freeze()  # before every answer garbage is collected: among what is new, not all modules
-        try:
-            with progress_bar(answers, "measure", " answers", show=show_progress) as bar:
-                for context in contexts:
-                    yield self._measured(context, bar)
-        finally:
-            gc.unfreeze()
+        with (
+            collected_before_answers(),
+            progress_bar(answers, "measure", " answers", show=show_progress) as bar,
+        ):
+            for context in contexts:
+                yield self._measured(context, bar)
 
     def _measured(self, context: int, bar: Any) -> ContextTimes:
         plan = self.plan
@@ -435,6 +434,17 @@ class SpeedBench:
             "rotation": found.rotation,
             "reduction": found.reduction_with_rotation,
         }
+
+
+@contextmanager
+def collected_before_answers() -> Iterator[None]:
+    """Have garbage, collected before every answer, looked for in what is new, not in modules."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def times_report(seconds: Sequence[float]) -> dict[str, Any]:

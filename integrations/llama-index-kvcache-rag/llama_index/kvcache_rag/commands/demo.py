@@ -1,6 +1,6 @@
 """`kvcache-rag demo`: a whole RAG app, asked from stored caches and by full prefill.
 
-A real model (`smollm2` by default) answers questions about articles that come with this package;
+A real model (`smollm2` by default) answers questions about articles that come with the lab;
 `--model tiny` takes the packaged reader and made-up facts instead, which need no other package.
 Each question is answered both ways over the same chunks in the same run.
 """
@@ -110,12 +110,16 @@ def kept(arguments: argparse.Namespace) -> str:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be used, before any model is loaded."""
     from kvcache_rag import InvalidInputError
+    from kvcache_rag.errors import MissingExtraError
 
+    try:
+        from kvcache_rag_lab.articles import read_questions
+    except ImportError as error:
+        raise MissingExtraError("kvcache-rag-lab", "demo", "llama-index-kvcache-rag") from error
     if arguments.model == TINY:
         return
     if arguments.seed is not None:
         raise InvalidInputError("--seed decides what tiny is asked; leave it out")
-    from llama_index.kvcache_rag.articles import read_questions
     from llama_index.kvcache_rag.commands.demo_articles import spread
 
     spread(read_questions(), arguments.questions)

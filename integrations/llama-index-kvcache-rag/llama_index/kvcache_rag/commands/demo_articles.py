@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.integration import chosen_adapter, table
-from llama_index.kvcache_rag.articles import read_articles, read_questions
+from kvcache_rag_lab.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands.report import milliseconds, plural, size, without_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llama_index.kvcache_rag.articles import Article, ArticleQuestion
+    from kvcache_rag_lab.articles import Article, ArticleQuestion
     from llama_index.kvcache_rag.commands.demo_app import DemoApp, Exchange, Filling
 
 CHUNK_SIZE: Final = 128

@@ -1,7 +1,7 @@
 """Forty short articles about the real world, and questions with what right answers say.
 
-For the demonstration, the notebooks and tests.  They were written before any model was asked
-(`CHANGES.txt`).  Importing this module loads nothing heavy.
+For the demonstration, `bench --quick`, the notebooks and tests.  They were written before any model
+was asked (`CHANGES.txt`).  Importing this module loads nothing heavy.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_index.kvcache_rag.articles import is_refusal, names_all, read_articles, read_questions
+from kvcache_rag_lab.articles import is_refusal, names_all, read_articles, read_questions
 
 
 def test_every_answer_stands_in_the_articles_that_are_named() -> None:
