@@ -156,7 +156,8 @@ def _stored(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
     if architecture == "gpt2" and values.ndim == 2 and name.startswith("blk."):
         return values.T
     if name.endswith("ssm_a"):
-        return -np.exp(values)
+        decay: np.ndarray = -np.exp(values)
+        return decay
     if "conv" in name or "gate_inp_shexp" in name:
         return values.squeeze()
     return values

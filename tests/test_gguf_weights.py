@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.models import gguf as files
@@ -86,6 +87,8 @@ def check_same(own: Path, whole: Path) -> None:
 def test_law_a_model_is_the_one_of_transformers(
     tmp_path: Path, case: str, dtype: torch.dtype
 ) -> None:
+    if case == "gemma4" and case not in GGUF_SUPPORTED_ARCHITECTURES:
+        pytest.skip("this transformers does not read it")
     check_same(*saved(written(tmp_path, case), dtype, tmp_path))
 
 
@@ -128,7 +131,8 @@ def stored(path: Path, kind: Any, shape: tuple[int, ...], place: int = 0) -> fil
 def test_law_slices_are_what_gguf_makes_of_the_whole(
     tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_AT_ONCE", 1000)  # three blocks of 256 and a part of one
+    monkeypatch.setattr(weights, "_AT_ONCE", 1100)  # four blocks of 256; the last slice has two
+    monkeypatch.setattr(weights, "_ALONE", 300)
     of = gguf.GGMLQuantizationType[kind]
     tensor = stored(tmp_path / "tensor", of, (3, 5, 512), place=36)
     raw = np.fromfile(tmp_path / "tensor", np.uint8, offset=36).reshape(15, -1)
@@ -174,7 +178,7 @@ def test_the_vocabulary_is_not_read_for_a_model(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a checkpoint"])
-@pytest.mark.parametrize("case", ["llama", "qwen2", "gemma2", "gpt2", "falcon"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gpt2", "falcon"])
 def test_law_a_tokenizer_is_the_one_of_transformers(
     tmp_path: Path, case: str, beside: bool
 ) -> None:
