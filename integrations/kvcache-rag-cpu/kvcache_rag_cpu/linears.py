@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
+
+_LOG: Final = logging.getLogger(__name__)
 
 # Inputs that share a scale and a zero point in four bits, as in llama.cpp's Q4_1.
 GROUP: Final = 32
@@ -296,6 +299,14 @@ def pack(model: Any, weight_format: str) -> Any:
     if weight_format == now:
         return model
     _ensure_packable(model, weight_format, before)
+    if weight_format in ("int8", "int4") and not rounded_weights.has_kernel(model.dtype):
+        _LOG.warning(
+            "there is no kernel here for %s weights of a %s model, and torch's own functions take "
+            "several times as long for a token as with plain weights: they save memory alone; "
+            'backend="llama.cpp" runs a GGUF file\'s own bits',
+            weight_format,
+            str(model.dtype).removeprefix("torch."),
+        )
     return _pack(model, weight_format)
 
 

@@ -46,7 +46,12 @@ def library() -> Any:
 def fits(integers: Tensor, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such weights, `(outputs, inputs)`, of a model in `dtype`."""
     whole = not (integers.shape[0] % _BLOCK or integers.shape[1] % _BLOCK)
-    return whole and dtype == torch.bfloat16 and library() is not None
+    return whole and has_kernel(dtype)
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for rounded weights of a model in `dtype`."""
+    return dtype == torch.bfloat16 and library() is not None
 
 
 def ordered(integers: Tensor) -> Tensor:

@@ -130,6 +130,18 @@ def test_rounding_is_at_most_half_a_step_of_the_group(
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "prepacked", "plain"])
+def test_rounding_without_a_kernel_warns(
+    weight_format: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for has_kernel in (False, True):
+        monkeypatch.setattr(linears.rounded_weights, "has_kernel", lambda _, has=has_kernel: has)
+        caplog.clear()
+        pack_weights(build("llama").to(torch.bfloat16), weight_format)
+        is_told = "save memory alone" in caplog.text
+        assert is_told == (weight_format.startswith("int") and not has_kernel)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_that_is_rounded_by_parts_is_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
