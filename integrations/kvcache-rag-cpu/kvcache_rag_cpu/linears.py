@@ -198,13 +198,12 @@ class Int8Linear(PackedLinear):
         integers = weight.new_empty(weight.shape, dtype=torch.int8)
         # By parts: an output layer of 150,000 tokens would be some GB in float32.
         step = max(1, _ROUNDED // self.in_features)
-        for part, own, to in zip(
-            *(one.split(step) for one in (weight, scales, integers)), strict=True
-        ):
-            numbers = part.float()
+        for first in range(0, self.out_features, step):
+            some = slice(first, first + step)
+            numbers = weight[some].float()
             # In the model's dtype before dividing: the same scale multiplies later.
-            own.copy_((numbers.abs().amax(1) / 127).clamp_(min=_LEAST[self.dtype]))
-            to.copy_((numbers / own.float()[:, None]).round_().clamp_(-127, 127))
+            scales[some] = (numbers.abs().amax(1) / 127).clamp_(min=_LEAST[self.dtype])
+            integers[some] = (numbers / scales[some].float()[:, None]).round_().clamp_(-127, 127)
         if rounded_weights.fits(integers, self.dtype):
             integers = rounded_weights.ordered(integers)
         self.register_buffer("integers", integers)
