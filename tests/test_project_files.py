@@ -81,6 +81,9 @@ def test_nothing_is_published_that_was_not_tested() -> None:
 
 # Modules that are imported where an extra is installed.
 OF_EXTRAS = {
+    "integrations/llama-index-kvcache-rag/llama_index/kvcache_rag/commands/demo_articles.py": {
+        "demo"
+    },
     "integrations/vllm-kvcache-rag/vllm_kvcache_rag/front/": {"server"},
     "src/kvcache_rag/models/deferred/kernel.py": {"gpu"},
     "src/kvcache_rag/models/deferred/triton_kernels.py": {"gpu"},
