@@ -79,6 +79,7 @@ def test_nothing_is_published_that_was_not_tested() -> None:
     assert pages == "${{ github.event_name == 'pull_request' }}"
 
 
+_COMMANDS = "integrations/llama-index-kvcache-rag/llama_index/kvcache_rag/commands/"
 # Modules that are imported where an extra is installed.
 OF_EXTRAS = {
     "integrations/llama-index-kvcache-rag/llama_index/kvcache_rag/commands/demo_articles.py": {
