@@ -305,6 +305,8 @@ def merged(model: Any) -> Any:
             found = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError):  # as PEFT says it
         return model
+    if hasattr(found, "peft_config"):  # left there by PEFT 0.18
+        del found.peft_config
     note_training(found.config, blocks=blocks)
     # As it was loaded.  On CPUs torch 2.13 takes twice the time for a few tokens in low precision
     # where weights want no gradient, even in inference mode.
