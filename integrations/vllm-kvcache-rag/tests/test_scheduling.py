@@ -407,7 +407,7 @@ def test_no_text_token_or_tenant_is_in_the_log(
         made.take(one)
         settled(made, one)
         made.end(one)
-    grant = one.kv_transfer_params["kvcache_rag"]["grant"]  # type: ignore[index]
+    grant = one.kv_transfer_params["kvcache_rag"]["grant"]
     assert len(told(caplog)) == 2
     for secret in ("tenant-of-a-name", "a-salt", grant, one.cache_salt, "0, 1, 2"):
         assert str(secret) not in caplog.text

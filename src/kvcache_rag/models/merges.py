@@ -1,6 +1,6 @@
 """The model of a GGUF file with an adapter merged into it, kept for the next time.
 
-Merging, and importing PEFT, take a quarter of the time in which a small model is loaded.
+Merging, and importing PEFT, took a fifth of the time in which `ask` answered by SmolLM2.
 """
 
 from __future__ import annotations

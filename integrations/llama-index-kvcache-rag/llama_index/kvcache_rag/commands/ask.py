@@ -1,6 +1,6 @@
 """`kvcache-rag ask "question"`: answer from what was ingested, reusing the KV of its chunks.
 
-As `KVCacheQueryEngine` answers, without LlamaIndex, whose import would take a third of the time.
+As `KVCacheQueryEngine` answers, without LlamaIndex, whose import would take a fifth of the time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The vectors of minilm, computed by transformers alone.
 
-Importing sentence-transformers, or LlamaIndex, takes a third of the time in which `ask` answers.
+Importing sentence-transformers or LlamaIndex would make `ask` wait for seconds.
 """
 
 from __future__ import annotations
