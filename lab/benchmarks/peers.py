@@ -46,13 +46,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import torch
-
 from benchmarks.common import ROOT, commit, described, load, processor_of, read, result_file, write
 from benchmarks.peers_prompts import CHUNK, LONGEST, PREFIX, QUERY, Material, material
 from benchmarks.peers_report import Right, report_of, with_right
 from benchmarks.peers_servers import Llama, LlamaSide, Vllm, VllmSide, descendants, prepared
 from benchmarks.stock import checkpoint
+from kvcache_rag.models.gguf import quantised_dtype
 from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_names import resolve
 from kvcache_rag.models.pretrained import load_tokenizer
@@ -486,8 +485,11 @@ class Starter:
             flash = self._flash(model, form, weights)
             return LlamaSide(self.llama, weights, threads, flash, log)
         if name in VLLM and self.vllm is not None:
-            stored = checkpoint(model.given, self._folder(model) / "bfloat16", torch.bfloat16)
-            return VllmSide(self.vllm, stored, threads, log, lmcache=name == "lmcache")
+            # As the sides over transformers, which take longer in bfloat16 on some CPUs.
+            dtype = quantised_dtype()
+            form = str(dtype).removeprefix("torch.")
+            stored = checkpoint(model.given, self._folder(model) / form, dtype)
+            return VllmSide(self.vllm, stored, threads, log, form, lmcache=name == "lmcache")
         return WorkerSide(name, model, threads, self.work, system)
 
     def _folder(self, model: Model) -> Path:

@@ -352,7 +352,7 @@ def exact_side(side: str) -> tuple[str, str]:
         return side, "full"
     if side in ("llama-Q8_0", "llama-file"):
         return side, "cold"
-    return "ours-auto", "full"  # in bfloat16 it is one model, whoever computes it
+    return "ours-auto", "full"  # unrounded it is one model, whoever computes it
 
 
 def ways(side: str) -> tuple[Way, ...]:

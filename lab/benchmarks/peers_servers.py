@@ -381,12 +381,19 @@ class VllmSide:
     """vLLM's server on the CPU: its prefix cache, or LMCache's in its place."""
 
     def __init__(
-        self, vllm: Vllm, model: Path, threads: int, log: Path, *, lmcache: bool = False
+        self,
+        vllm: Vllm,
+        model: Path,
+        threads: int,
+        log: Path,
+        dtype: str,
+        *,
+        lmcache: bool = False,
     ) -> None:
-        """Start the server on a checkpoint in bfloat16."""
+        """Start the server on a checkpoint in this dtype."""
         port = free_port()
         command: list[str | Path] = [vllm.python, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16"]
+        command += ["--model", model, "--served-model-name", "model", "--dtype", dtype]
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(WINDOW)]
         command += ["--enable-prompt-tokens-details"]
         if lmcache:
