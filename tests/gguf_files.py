@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
 
 WIDTH, HEADS, LAYERS, FEED = 64, 4, 2, 96
@@ -15,7 +16,12 @@ TOKENS = ["<unk>", "<s>", "</s>", *map(chr, range(33, 127)), "\u0120", "\u010a",
 
 
 def write_gguf(
-    path: Path, *, quantised: bool = True, seed: int = 0, tokenizer: bool = True
+    path: Path,
+    *,
+    quantised: bool = True,
+    seed: int = 0,
+    tokenizer: bool = True,
+    lacking: Container[str] = (),
 ) -> Path:
     """A Llama of two layers; its tokenizer has one token per character.
 
@@ -24,6 +30,7 @@ def write_gguf(
         quantised: Whether its matrices are Q8_0; else all is float32.
         seed: Of the weights.
         tokenizer: Whether it has one.
+        lacking: Matrices that are not in it.
     """
     import gguf
 
@@ -50,6 +57,8 @@ def write_gguf(
         shapes[f"blk.{layer}.ffn_down"] = (WIDTH, FEED)
     kind = gguf.GGMLQuantizationType.Q8_0
     for name, shape in shapes.items():
+        if name in lacking:
+            continue
         values = (random.standard_normal(shape) * shape[1] ** -0.5).astype(np.float32)
         if quantised:
             writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -106,6 +115,9 @@ SIZES: dict[str, int | float] = {
 }
 
 
+_BARE = ("ssm_a", "ssm_d")  # in llama.cpp's files, too
+
+
 def write_architecture(
     path: Path,
     architecture: str,
@@ -113,6 +125,7 @@ def write_architecture(
     name: str = "random",
     kind: str = "Q8_0",
     tied: bool = False,
+    ending: str = ".weight",
     **sizes: Any,
 ) -> Path:
     """A file of another architecture, with the tensors that transformers reads into it.
@@ -123,6 +136,7 @@ def write_architecture(
         name: Of the model.
         kind: Of its matrices, where their rows are whole blocks; norms and biases are float32.
         tied: Whether it has no output matrix of its own.
+        ending: Of tensors that are neither weights nor biases by their names in transformers.
         sizes: Changes to `SIZES`, with `_` for `.`, None for none; others by their names.
     """
     import gguf
@@ -135,7 +149,13 @@ def write_architecture(
 
     given = {key: sizes.pop(key.replace(".", "_"), value) for key, value in SIZES.items()}
     described = {key: value for key, value in {**given, **sizes}.items() if value is not None}
-    _write(path, architecture, name, described, {} if tied else {"output": np.ones(1, np.float32)})
+    _write(
+        path,
+        architecture,
+        name,
+        described,
+        {} if tied else {"output.weight": np.ones(1, np.float32)},
+    )
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -144,7 +164,8 @@ def write_architecture(
     state, tensors = model.state_dict(), {}
     for stored, own in found.items():
         if own in state and not (tied and stored == "output.weight"):
-            tensors[stored] = _stored(architecture, stored, state[own].numpy())
+            full = stored if stored.endswith((".weight", ".bias", *_BARE)) else f"{stored}{ending}"
+            tensors[full] = _stored(architecture, stored, state[own].numpy())
     _write(path, architecture, name, described, tensors, gguf.GGMLQuantizationType[kind])
     return path
 
@@ -181,11 +202,10 @@ def _write(
     _add_tokenizer(writer)
     writer.add_pad_token_id(0)
     for stored, values in tensors.items():
-        full = stored if stored.endswith((".weight", ".bias")) else f"{stored}.weight"
         if kind is not None and values.ndim > 1 and values.shape[-1] % _block(kind) == 0:
-            writer.add_tensor(full, quantised(values, kind), raw_dtype=kind)
+            writer.add_tensor(stored, quantised(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(full, np.ascontiguousarray(values, np.float32))
+            writer.add_tensor(stored, np.ascontiguousarray(values, np.float32))
     _close(writer)
 
 

@@ -11,6 +11,7 @@ import stat
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from kvcache_rag.errors import MissingExtraError
 from kvcache_rag.integration import open_engine
 from kvcache_rag.models import gguf as files
 from kvcache_rag.models import kept
-from kvcache_rag.models.kept import cache_folder, file_digest
+from kvcache_rag.models.kept import cache_folder, file_digest, keep
 from kvcache_rag.models.model_names import PACKAGED, PackagedModel
 from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
@@ -92,6 +93,12 @@ def test_what_is_kept_is_what_transformers_makes_of_the_file(written: Path) -> N
     assert not hasattr(found.config, "quantization_config"), "its weights are not quantised now"
 
 
+def of_model(cache: Path) -> Path:
+    """The folder that holds weights; the tokenizer has one of its own."""
+    (found,) = (path.parent for path in cache.glob("*/model.safetensors"))
+    return found
+
+
 def test_the_second_load_reads_what_the_first_one_kept(
     written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,7 +116,7 @@ def test_the_second_load_reads_what_the_first_one_kept(
         second = Engine.from_pretrained(written)
     assert not caplog.text
     assert second.spec == first.spec
-    (kept,) = (path for path in cache.iterdir() if path.is_dir())
+    kept = of_model(cache)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (cache, kept)} == {0o700}
 
 
@@ -135,12 +142,10 @@ def test_who_comes_second_waits_for_the_first(
         return real(*given)
 
     monkeypatch.setattr(files, "_dequantised", counted)
-    header = files.GgufHeader.read(written)
-    kept = files._kept(written, header.dtype)
+    kept = files._kept(written, torch.float32)
+    write = partial(files._write, written, files.GgufHeader.read(written), torch.float32, kept)
     with ThreadPoolExecutor(3) as pool:  # as processes would, without the lock of `load`
-        assert all(
-            pool.map(lambda _: files._convert(written, header, header.dtype, kept), range(3))
-        )
+        assert all(pool.map(lambda _: keep(kept, write), range(3)))
     assert len(made) == 1
     assert kept.is_dir()
 
@@ -163,7 +168,6 @@ SPOILT: dict[str, Callable[[Path], object]] = {
         bytes(byte ^ (place > 5000) for place, byte in enumerate((kept / WEIGHTS).read_bytes()))
     ),
     "no weights": lambda kept: (kept / WEIGHTS).unlink(),
-    "tokenizer": lambda kept: (kept / "tokenizer.json").write_text("{"),
     "config": lambda kept: (kept / "config.json").write_text("["),
     "another config": lambda kept: (kept / "config.json").write_text(
         (kept / "config.json").read_text().replace("1e-05", "1e-01")
@@ -182,7 +186,7 @@ def test_a_damaged_or_changed_kept_checkpoint_is_made_anew(
 ) -> None:
     first = Engine.from_pretrained(written)
     expected = ask(first)
-    (kept,) = (path for path in cache.iterdir() if path.is_dir())
+    kept = of_model(cache)
     names = sorted(path.name for path in kept.iterdir())
     SPOILT[spoilt](kept)
     again = Engine.from_pretrained(written)
@@ -191,6 +195,106 @@ def test_a_damaged_or_changed_kept_checkpoint_is_made_anew(
     before = (kept / WEIGHTS).stat().st_mtime_ns
     Engine.from_pretrained(written)
     assert (kept / WEIGHTS).stat().st_mtime_ns == before, "once is enough"
+
+
+def test_a_mistake_of_the_caller_leaves_what_is_kept(
+    written: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Engine.from_pretrained(written)
+    before = (of_model(cache) / WEIGHTS).stat().st_mtime_ns
+    with caplog.at_level(logging.WARNING), pytest.raises(InvalidInputError, match="no_such"):
+        Engine.from_pretrained(written, model_kwargs={"attn_implementation": "no_such"})
+    assert (of_model(cache) / WEIGHTS).stat().st_mtime_ns == before
+    assert "damaged" not in caplog.text
+
+
+def test_a_damaged_kept_tokenizer_is_made_anew_once(written: Path, cache: Path) -> None:
+    first = Engine.from_pretrained(written)
+    (kept,) = cache.glob("*-tokenizer")
+    (kept / "tokenizer.json").write_text("{")
+    assert ask(Engine.from_pretrained(written)) == ask(first)
+    before = (kept / "tokenizer.json").stat().st_mtime_ns
+    Engine.from_pretrained(written)
+    assert (kept / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_that_lies_beside_a_file_is_not_another_ones(
+    written: Path, tmp_path: Path
+) -> None:
+    own = Engine.from_pretrained(written).tokenizer
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(written, other / written.name)
+    own.add_special_tokens({"additional_special_tokens": ["<|beside|>"]})
+    own.save_pretrained(other)
+    assert "<|beside|>" in Engine.from_pretrained(other / written.name).tokenizer.get_vocab()
+    assert "<|beside|>" not in Engine.from_pretrained(written).tokenizer.get_vocab()
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept_as_the_old_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, real = write_gguf(tmp_path / "model.gguf"), files._dequantised
+    first = files._kept(path, torch.float32)
+
+    def replaced(*given: Any) -> Any:
+        write_gguf(path, seed=1)
+        return real(*given)
+
+    monkeypatch.setattr(files, "_dequantised", replaced)
+    with caplog.at_level(logging.WARNING):
+        Engine.from_pretrained(path, dtype=torch.float32)
+    assert "was changed meanwhile" in caplog.text
+    assert not first.exists()
+    assert not [*cache.glob("*/model.safetensors")]
+
+
+@pytest.mark.parametrize("lacking", ["blk.1.ffn_down", "token_embd"])
+def test_a_file_without_some_weights_is_refused(tmp_path: Path, cache: Path, lacking: str) -> None:
+    path = write_gguf(tmp_path / "part.gguf", lacking=[lacking])
+    with pytest.raises(InvalidInputError, match="lacks 1 weights of its model, such as model"):
+        Engine.from_pretrained(path)
+    assert not [*cache.glob("*/model.safetensors")]
+
+
+def test_what_killed_processes_left_is_removed(written: Path, cache: Path) -> None:
+    kept = files._kept(written, torch.float32)
+    cache.mkdir(parents=True)
+    own, others, old = (cache / name for name in (f".{kept.name}-abc", ".other-abc", ".old-abc"))
+    for folder in (own, others, old):
+        folder.mkdir()
+        (folder / WEIGHTS).write_bytes(b"half")
+    os.utime(old, (0, 0))
+    Engine.from_pretrained(written, dtype=torch.float32)
+    assert [path.exists() for path in (kept, own, others, old)] == [True, False, True, False]
+
+
+def test_what_was_not_used_for_longest_goes_first(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in range(3)]
+    folders = [files._kept(path, torch.float32) for path in paths]
+    for path, folder in zip(paths[:2], folders[:2], strict=True):
+        load(path, dtype=torch.float32, device="cpu", options={}, tokenizer=object())
+        os.utime(folder, (0, 0))
+    load(paths[0], dtype=torch.float32, device="cpu", options={}, tokenizer=object())  # used again
+    whole = sum(path.stat().st_size for path in folders[0].iterdir())
+    monkeypatch.setattr(kept, "ALL_BYTES", 2 * whole + 1000)
+    load(paths[2], dtype=torch.float32, device="cpu", options={}, tokenizer=object())
+    assert [folder.exists() for folder in folders] == [True, False, True]
+
+
+def test_a_cache_that_may_not_be_looked_into_fails_nothing(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Engine.from_pretrained(written).spec
+
+    def refused(*_: object, **__: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kept, "_changed", refused)
+    monkeypatch.setattr(kept, "FileLock", refused)
+    assert Engine.from_pretrained(written).spec == spec
 
 
 def test_a_cache_that_cannot_be_written_fails_nothing(
@@ -211,7 +315,7 @@ def test_a_large_one_is_not_kept(
     else:
         monkeypatch.setattr(kept, scarce, 1000)
     assert ask(Engine.from_pretrained(written))
-    assert not cache.exists()
+    assert not [*cache.glob("*/model.safetensors")]
 
 
 def test_a_changed_file_is_another_model(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "gemma2": {"tied": True},
     "gemma3": {"tied": True},
-    "gemma4": {"tied": True},
+    "gemma4": {"tied": True, "ending": ""},  # as transformers looks for them
     "minimax-m2": {},
 }
 
@@ -98,6 +98,21 @@ def test_law_a_model_is_the_one_of_transformers(
     check_same(*saved(written(tmp_path, case), dtype, tmp_path))
 
 
+def test_scales_of_layers_are_found_as_llama_cpp_names_them(tmp_path: Path) -> None:
+    """In files they end in `.weight`, which transformers does not look for and leaves out."""
+    if not is_read("gemma4"):
+        pytest.skip("this transformers, or this gguf, does not read it")
+    found = []
+    for number, ending in enumerate(("", ".weight")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = write_architecture(folder / "model.gguf", "gemma4", tied=True, ending=ending)
+        model = weights.model_of(path, files.GgufHeader.read(path), torch.float32, {})
+        found.append(model.state_dict())
+    assert any("layer_scalar" in name for name in found[0])
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_law_files_of_floats_and_of_one_without_a_tokenizer(tmp_path: Path) -> None:
     for name, options in {"floats": {"quantised": False}, "bare": {"tokenizer": False}}.items():
         folder = tmp_path / name
@@ -113,7 +128,8 @@ def test_what_transformers_reads_in_another_way_is_left_to_it(tmp_path: Path) ->
     header = files.GgufHeader.read(path)
     if weights.model_of(path, header, torch.float32, {}) is not None:
         pytest.skip("before transformers 5.19 it was one of many")
-    files._write(path, header, torch.float32, tmp_path / "own")
+    kept = files._kept(path, torch.float32)
+    files._write(path, header, torch.float32, kept, tmp_path / "own")
     files._by_transformers(path, torch.float32, {}).save_pretrained(tmp_path / "whole")
     found, expected = (load_file(tmp_path / name / WEIGHTS) for name in ("own", "whole"))
     assert found.keys() == expected.keys()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import forks
 import pytest
+import torch
 from chromadb.errors import ChromaError
 from documents import docx, pdf
 from llama_index.core import VectorStoreIndex
@@ -25,6 +26,7 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, Engine, InvalidInputError, cli
 from kvcache_rag.commands import doctor
 from kvcache_rag.errors import ContextTooLongError
+from kvcache_rag.models import gguf
 from kvcache_rag_documents import FileText, extraction, read_folder
 from llama_index.kvcache_rag import (
     HashEmbedding,
@@ -612,6 +614,39 @@ def test_ask_alone_uses_what_ingest_noted_and_ends_with_what_it_gained(
     reused, prompt = map(int, found.groups())
     # a letter is a token of the test's model; the question's wrapper is computed with it
     assert 0 < reused < prompt - len("Who keeps the lighthouse?")
+
+
+SLOW = {"ttft": 0.2, "total": 4.2}
+
+
+@pytest.mark.parametrize(
+    ("described", "cost", "dtype", "is_said"),
+    [
+        ({"model": "a.gguf"}, SLOW, torch.float32, True),
+        ({"model": "a.gguf"}, SLOW, torch.bfloat16, False),
+        ({"model": "a.gguf"}, {**SLOW, "total": 1.2}, torch.float32, False),
+        ({"model": "a.gguf", "backend": "llama.cpp"}, SLOW, torch.float32, False),
+        ({"model": "."}, SLOW, torch.float32, False),
+    ],
+)
+def test_who_waits_long_for_a_quantised_file_is_told_of_llama_cpp(
+    described: dict[str, str],
+    cost: dict[str, float],
+    dtype: torch.dtype,
+    is_said: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf, "quantised_dtype", lambda: dtype)
+    said = report.sooner_line(cost, Settings(**described))
+    assert said == (
+        "what followed took 4 s; llama.cpp writes several times sooner on this CPU: ingest again "
+        "with --backend llama.cpp"
+        if is_said
+        else None
+    )
 
 
 def test_ask_in_json_and_by_full_prefill(ingested: Run, command: Run, model: str) -> None:

@@ -233,9 +233,13 @@ def base_of(folder: Path) -> str:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return str(config.get("base_model_name_or_path") or "")
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise InvalidInputError(
             f"{folder} holds no PEFT adapter: it has no {CONFIG}; check the path"
+        ) from error
+    except OSError as error:
+        raise InvalidInputError(
+            f"{folder / CONFIG} cannot be read ({error.strerror}); check its permissions"
         ) from error
     except (ValueError, AttributeError) as error:
         raise InvalidInputError(f"{folder / CONFIG} is not the JSON of an adapter") from error
@@ -278,6 +282,7 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         raise _misfit(folder, base, name, reason[0] if reason else type(error).__name__) from error
     found = _stored_names(folder)
     if found is not None and found != expected:
+        adapted.unload()  # else its layers would stay in the model
         name_of_one = min(found ^ expected)
         where = "has no place in the model" if name_of_one in found else "is not in the adapter"
         raise _misfit(folder, base, name, f"{name_of_one} {where}")

@@ -6,7 +6,6 @@ folder, named by the digest of the file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.models.gguf_weights import Description, model_of
-from kvcache_rag.models.kept import cache_folder, changed, file_digest, has_room, keep, load_kept
+from kvcache_rag.models.gguf_weights import Description, ensure_whole, model_of
+from kvcache_rag.models.kept import file_digest, kept_folder, kept_or_made, read_kept
 from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
@@ -34,6 +33,11 @@ _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _STRING, _ARRAY = 8, 9
 # Beyond what any file has: axes of a tensor, arrays within arrays, bytes of a header.
 _AXES, _ARRAYS, _HEADER = 8, 4, 1 << 28
+# What transformers reads of a folder when it makes a tokenizer of a file in it.
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "chat_template.jinja"),
+)
 _FLOAT32, _FACTORS = 0, 1 << 12  # a type; most numbers of a tensor of factors
 _UNQUANTISED = {_FLOAT32: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
@@ -266,32 +270,35 @@ def load_gguf(
     header = GgufHeader.read(path)
     target = header.dtype if dtype == "auto" else torch_dtype(dtype)
     kept = _kept(path, target)
-    for _ in range(2):
-        if kept.is_dir():
-            loaded = load_kept(kept, target, options, own_tokenizer=own_tokenizer)
-            if loaded is not None:
-                model, tokenizer = loaded
-                model.config._name_or_path = str(path)
-                if own_tokenizer and tokenizer is None:
-                    tokenizer = _gguf_tokenizer(path, header, {})  # says why there is none
-                return model, tokenizer
-        if not _convert(path, header, target, kept):
-            break
-    model = _dequantised(path, header, target, options)
-    return model, _gguf_tokenizer(path, header, {}) if own_tokenizer else None
+    model = kept_or_made(
+        kept,
+        lambda folder: kept_model(folder, target, options),
+        partial(_write, path, header, target, kept),
+        header.memory(target),
+    )
+    if model is None:
+        model = _dequantised(path, header, target, options)
+    model.config._name_or_path = str(path)
+    return model, gguf_tokenizer(path, {}) if own_tokenizer else None
+
+
+def kept_model(folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+    """The model of a checkpoint that was kept."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     """The tokenizer of a GGUF file, kept for the next time: making one takes seconds."""
     header = GgufHeader.read(path)
-    kept = cache_folder() / f"{file_digest(path)[:32]}-tokenizer"
-    for _ in range(2):
-        if kept.is_dir() and not changed(kept):
-            with contextlib.suppress(OSError, ValueError):
-                return _load_tokenizer(kept, options)
-        if options or not keep(kept, partial(_keep_tokenizer, path, header)):
-            break
-    return _gguf_tokenizer(path, header, options)
+    # transformers heeds what lies beside a file.
+    beside = [place for name in _BESIDE if (place := path.parent / name).is_file()]
+    told = (f"{place.name} {file_digest(place)}" for place in beside)
+    folder = kept_folder([file_digest(path), *told], "tokenizer")
+    read, write = partial(_load_tokenizer, options=options), partial(_keep_tokenizer, path, header)
+    found = read_kept(folder, read) if options else kept_or_made(folder, read, write)
+    return _gguf_tokenizer(path, header, options) if found is None else found
 
 
 def _load_tokenizer(folder: Path, options: Mapping[str, Any]) -> Any:
@@ -313,7 +320,7 @@ def _gguf_tokenizer(path: Path, header: GgufHeader, options: Mapping[str, Any]) 
     from transformers import TOKENIZER_MAPPING, AutoTokenizer
 
     kind: Any = None
-    # transformers finds the class by the configuration; beside that, only this file has a say.
+    # transformers finds the class by the configuration, unless this file says it.
     if not (path.parent / "tokenizer_config.json").exists():
         description = Description.read(path, header)
         if description is not None:
@@ -341,11 +348,18 @@ def _dequantised(
     path: Path, header: GgufHeader, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> Any:
     """The model, without what says that it was quantised once."""
+    size = header.memory(dtype)
+    largest = max((tensor.elements for tensor in header.tensors.values()), default=0)
+    _LOG.warning(
+        "%s: its %s weights are dequantised to %s: %s in memory, and up to %s while that is done",
+        path.name,
+        f"{header.elements:,}",
+        str(dtype).removeprefix("torch."),
+        _size(size),
+        _size(size + 4 * largest),  # one tensor at a time is float32
+    )
     model = model_of(path, header, dtype, options)
-    if model is None:
-        model = _by_transformers(path, dtype, options)
-    model.config._name_or_path = str(path)
-    return model
+    return _by_transformers(path, dtype, options) if model is None else model
 
 
 def _by_transformers(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
@@ -357,9 +371,11 @@ def _by_transformers(path: Path, dtype: torch.dtype, options: Mapping[str, Any])
         unpacked = {}
     else:
         unpacked = {"quantization_config": GgufConfig(dequantize=True)}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=dtype, **{**unpacked, **options}
+    told = {"output_loading_info": True}
+    model, found = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=dtype, **{**unpacked, **options, **told}
     )
+    ensure_whole(path, found)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -367,32 +383,21 @@ def _by_transformers(path: Path, dtype: torch.dtype, options: Mapping[str, Any])
     return model
 
 
-def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> bool:
-    """Dequantise a file and keep the result; False if that cannot be."""
-    size = header.memory(dtype)
-    largest = max((tensor.elements for tensor in header.tensors.values()), default=0)
-    _LOG.warning(
-        "%s: its %s weights are dequantised to %s: %s in memory, and up to %s while that is done",
-        path.name,
-        f"{header.elements:,}",
-        str(dtype).removeprefix("torch."),
-        _size(size),
-        _size(size + 4 * largest),  # one tensor at a time is float32
-    )
-    return has_room(size) and keep(folder, partial(_write, path, header, dtype))
+def _write(path: Path, header: GgufHeader, dtype: torch.dtype, kept: Path, folder: Path) -> None:
+    """Dequantise a file into a folder that will be `kept`.
 
-
-def _write(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
-    """Dequantise a file."""
+    Raises:
+        OSError: If it became another file meanwhile.
+    """
     _dequantised(path, header, dtype, {}).save_pretrained(str(folder))
-    # Without one of its own, a tokenizer has to be given.
-    with contextlib.suppress(Exception):
-        _keep_tokenizer(path, header, folder)
+    if _kept(path, dtype) != kept:
+        raise OSError(f"{path} was changed meanwhile")
 
 
 def _kept(path: Path, dtype: torch.dtype) -> Path:
     """Where what a file becomes is kept, by the content of the file."""
-    return cache_folder() / f"{file_digest(path)[:32]}-{str(dtype).removeprefix('torch.')}"
+    form = str(dtype).removeprefix("torch.")
+    return kept_folder([file_digest(path)], form)
 
 
 def _size(nbytes: int) -> str:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvcache_rag.errors import InvalidInputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -113,7 +115,28 @@ def model_of(
     except ImportError:
         return None
     kind: Any = type(empty)
-    return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **rest)
+    told = {"dtype": dtype, "output_loading_info": True}
+    model, found = kind.from_pretrained(None, config=config, state_dict=state, **told, **rest)
+    ensure_whole(path, found)
+    return model
+
+
+def ensure_whole(path: Path, found: Mapping[str, Any]) -> None:
+    """Refuse a file without some weights of its model, which transformers would draw at random.
+
+    Args:
+        path: The file.
+        found: What transformers says about the loading.
+
+    Raises:
+        InvalidInputError: If any are missing.
+    """
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise InvalidInputError(
+            f"{path} lacks {len(missing)} weights of its model, such as {missing[0]}; if it is one "
+            "of several parts, join them first (llama-gguf-split --merge)"
+        )
 
 
 def _state(
@@ -160,6 +183,10 @@ def _names(header: GgufHeader, empty: Any, processor: Any) -> Mapping[str, str]:
     names: dict[str, str] = get_gguf_hf_weights_map(_Upper(empty, below=1), processor)
     if not header.tensors.keys() <= names.keys():
         names = get_gguf_hf_weights_map(empty, processor)
+    # llama.cpp's names of scales end as those of weights, and transformers looks for them bare.
+    for name in header.tensors.keys() - names.keys():
+        if (bare := name.removesuffix(".weight")) in names:
+            names[name] = names[bare]
     return names
 
 

@@ -256,7 +256,10 @@ def check_model(name: str, backend: str = TRANSFORMERS) -> None:
         other.check(name)
         return
     resolved = resolve(name)
-    if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
+    if resolved.endswith(SUFFIX):
+        GgufHeader.read(Path(resolved))
+        return
+    if is_adapter(Path(resolved)):
         return
     _check_folder(resolved, name, "")
     try:
@@ -406,11 +409,11 @@ def _merged(
     if path.endswith(SUFFIX) and tokenizer is None and not options:
         kept = KeptMerge.of(Path(path), adapter_folder(adapter), dtype)
     if kept is not None and (found := kept.load(name)) is not None:
-        return _placed(found[0], device), found[1]
+        return _placed(found, device), load_tokenizer(path, {})
     model, tokenizer = _plain(path, name, dtype, device, options, tokenizer)
     model = merged(with_adapter(model, adapter, name))
     if kept is not None:
-        kept.keep(model, tokenizer)
+        kept.keep(model)
     return model, tokenizer
 
 
@@ -443,9 +446,9 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
             return gguf_tokenizer(Path(place), options)
         options = {**options, **offline_options(place, options, "tokenizer")}
         return transformers.AutoTokenizer.from_pretrained(place, **options)
-    except (OSError, ValueError) as error:
-        if isinstance(error, KVCacheRagError):
-            raise
+    except KVCacheRagError:
+        raise
+    except Exception as error:  # as in `_plain`
         raise _unloaded("tokenizer", name, error) from error
 
 

@@ -24,6 +24,7 @@ from llama_index.kvcache_rag.commands.report import (
     figures,
     is_near,
     likely,
+    sooner_line,
     source_lines,
     sources,
 )
@@ -86,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(far_line(shown, chosen.settings))
     print("\n".join(source_lines(shown)))
     print(cost_line(cost))
+    if line := sooner_line(cost, chosen.settings):
+        print(line)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag.commands.collections import referenced
 from kvcache_rag.integration import Rows, plain
 from llama_index.kvcache_rag.commands.corpus import FILE_DIGEST
-from llama_index.kvcache_rag.commands.settings import this_machine
+from llama_index.kvcache_rag.commands.settings import Settings, this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
 
     from llama_index.kvcache_rag import KVCacheVectorStore
-    from llama_index.kvcache_rag.commands.settings import Settings
 
 NEAR: Final = {"minilm": 0.28}
 """Score from which on a chunk is near enough to a question to answer it, by embedding.
@@ -48,6 +47,8 @@ questions about other things and wrongly of two of twenty, SmolLM2 of none. Who 
 about the same thing does not say is hardly ever told so.
 """
 _QUANTISED: Final = re.compile(r"([-.](q\d\w*|b?f16|f32))?\.gguf$")
+
+_LONG: Final = 2.0  # seconds of writing behind the first token that are worth a hint
 
 # Of a row's node, as LlamaIndex numbers them: its document, the chunk before it, the one behind.
 _SOURCE, _NEIGHBOURS = "1", ("2", "3")
@@ -156,6 +157,29 @@ def cost_line(figures: Mapping[str, Any]) -> str:
         *([f"{plural(missing, 'chunk')} computed anew"] if missing else []),
     ]
     return ", ".join(parts)
+
+
+def sooner_line(figures: Mapping[str, Any], settings: Settings) -> str | None:
+    """Where the same file's answers are written several times sooner (docs/peers.md), if they are.
+
+    Args:
+        figures: See `figures`.
+        settings: How the collection was made.
+    """
+    import torch  # which has answered
+
+    from kvcache_rag.models.gguf import quantised_dtype
+    from kvcache_rag.models.model_names import SUFFIX, resolve
+
+    written = figures["total"] - figures["ttft"]
+    if settings.backend != Settings.backend or not resolve(settings.model).endswith(SUFFIX):
+        return None
+    if written < _LONG or quantised_dtype() != torch.float32:
+        return None
+    return (
+        f"what followed took {_seconds(written)}; llama.cpp writes several times sooner on this "
+        "CPU: ingest again with --backend llama.cpp"
+    )
 
 
 def _seconds(value: float) -> str:
