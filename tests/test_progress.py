@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcache_rag import progress
-from kvcache_rag.progress import dimmed, is_rich, markdown, plain, progress_bar, table
+from kvcache_rag.progress import (
+    dimmed,
+    is_rich,
+    markdown,
+    plain,
+    progress_bar,
+    table,
+    without_controls,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,6 +68,14 @@ def test_who_wants_no_colours_gets_plain_text(
     assert ("\x1b" in dimmed("less", terminal)) is rich
     assert any("\x1b" in line for line in table(ROWS)) is rich
     assert (markdown("# Head\n") == "# Head\n") is not rich
+
+
+def test_answers_keep_their_lines_and_letters_and_lose_control_characters() -> None:
+    kept = "a\tb\nनमस्ते क्‍ष 👩‍👧\n"
+    assert without_controls(kept) == kept
+    assert without_controls("\x1b]0;evil\x07 a\rb \x9b2J\x7f") == (
+        r"\x1b]0;evil\x07 a\rb \x9b2J\x7f"
+    )
 
 
 def test_what_is_piped_is_plain() -> None:

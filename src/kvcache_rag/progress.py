@@ -8,6 +8,7 @@ terminal wraps its lines, and copies of it are whole.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from itertools import zip_longest
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _INDENT: Final = 2  # columns that may stand before a table
 _PADDING: Final = 3  # columns between two cells of Markdown
 _EDGES: Final = 4  # columns around them, as rich 13 draws them
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PAUSE: Final = 30.0  # seconds between two lines of progress
 
 
@@ -80,6 +82,15 @@ def plain(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
         for letter in text
     )
+
+
+def without_controls(text: str) -> str:
+    r"""A text of several lines whose control characters a terminal will not obey.
+
+    They become escapes like `\x1b`, but for line breaks and tabs; joiners, which scripts and emoji
+    need, stay.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 # ---------------------------------------------------------------------- tables

@@ -35,7 +35,7 @@ MODEL_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 
 POLICY: Final = (
     "what is reused of cached chunks, such as legolink:16 (default: reuse on a model trained for "
-    "cached chunks, else bestfew)"
+    "cached chunks, bestfew for others, bestlast:0.5 for wide ones)"
 )
 
 _WHICH_MODEL: Final = """kvcache-rag: error: say which model. It can be a model id of the Hugging \

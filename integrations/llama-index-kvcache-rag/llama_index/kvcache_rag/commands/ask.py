@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.options import add_json, as_json
+from kvcache_rag.progress import without_controls
 from llama_index.kvcache_rag.commands.corpus import (
     Chosen,
     add_answering,
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(far_line(shown, chosen.settings))
     print("\n".join(source_lines(shown)))
     print(cost_line(cost))
-    if line := sooner_line(cost, chosen.settings):
+    if not chosen.is_other and (line := sooner_line(cost, chosen.settings)):
         print(line)
     return 0
 
@@ -112,7 +113,7 @@ def _printed(stream: AnswerStream, *, is_silent: bool) -> Any:
     with stream:
         for piece in stream:
             if not is_silent:
-                print(piece, end="", flush=True)
+                print(without_controls(piece), end="", flush=True)
     return stream.answer
 
 

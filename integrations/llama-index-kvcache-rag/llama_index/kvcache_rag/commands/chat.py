@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import dimmed, plain
+from kvcache_rag.progress import without_controls
 from llama_index.kvcache_rag.commands.corpus import (
     PACKAGED,
     TINY,
@@ -194,7 +195,7 @@ class Talk:
             response = self.engine.stream_chat(question)
             for piece in response.response_gen:
                 stop.is_speaking = True
-                print(piece, end="", flush=True)
+                print(without_controls(piece), end="", flush=True)
                 if stop.is_wanted:
                     response.close()
         print()

@@ -235,7 +235,7 @@ def embedding(name: str) -> BaseEmbedding:
     try:
         return HuggingFaceEmbedding(model_name=name, device="cpu")
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InvalidInputError(f"cannot load the embedding {name!r}: {reason}") from error
 
 
