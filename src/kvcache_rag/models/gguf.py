@@ -372,9 +372,10 @@ def _by_transformers(path: Path, dtype: torch.dtype, options: Mapping[str, Any])
     else:
         unpacked = {"quantization_config": GgufConfig(dequantize=True)}
     told = {"output_loading_info": True}
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=dtype, **{**unpacked, **options, **told}
     )
+    model, found = loaded
     ensure_whole(path, found)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
