@@ -43,6 +43,29 @@ def test_a_short_text_is_left_alone(letter: str) -> None:
     assert texts(known(enough), f"top\n{enough}") == [enough]
 
 
+def test_what_fills_a_text_is_as_many_as_there_may_be() -> None:
+    where = known(MOON, SEA)
+    text = f"{MOON}\n\n{SEA}\n{MOON}"
+    assert [one.text for one in where.filling(text, 3)] == [MOON, SEA, MOON]
+    assert where.filling(text, 2) == []
+    assert where.filling(f"{MOON}\nand", 3) == []
+
+
+def test_many_texts_that_begin_alike_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["x" * 30] * 200
+    where = known(*("\n".join(lines[:count]) + "y" for count in range(1, 200)))
+    looked: list[int] = []
+    real = known_texts.bisect_right
+
+    def counted(*given: Any, **options: Any) -> int:
+        looked.append(1)
+        return real(*given, **options)
+
+    monkeypatch.setattr(known_texts, "bisect_right", counted)
+    assert where.find("\n".join([*lines, "z"])) == []
+    assert len(looked) <= len(lines) * (known_texts._TRIES + 1)
+
+
 def test_a_reference_is_kept_until_another_comes() -> None:
     where = KnownTexts()
     where.note(SEA, REFERENCE)

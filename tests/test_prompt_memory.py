@@ -286,6 +286,18 @@ def test_an_answer_that_was_cancelled_leaves_what_it_had(engine: Engine) -> None
     assert error(steps(engine, OTHER, policy=Reuse()), reference) < TOLERANCE
 
 
+def test_a_mistake_of_one_leaves_what_others_go_on_from() -> None:
+    engine = make_engine("qwen2", prompt_memory=1 << 30)
+    engine.add(TEXTS)
+    asked(engine, QUESTION, policy=Reuse())
+    with pytest.raises(InvalidInputError):
+        asked(engine, QUESTION, TEXTS[::-1], policy=Reuse(), sequence_bias={(10**6,): 1.0})
+    assert asked(engine, OTHER, policy=Reuse()).metrics.continued_tokens > 0
+    assert error(steps(engine, OTHER, policy=Reuse()), alone(engine, OTHER, policy=Reuse())) < (
+        TOLERANCE
+    )
+
+
 def test_sampled_answers(engine: Engine) -> None:
     engine.add(TEXTS)
     reference = alone(engine, OTHER, policy=Reuse())

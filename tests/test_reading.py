@@ -17,7 +17,8 @@ from zoo import FAMILIES, HYBRIDS, REFUSED
 from kvcache_rag import BestFew, BestRead, Engine, FullRecompute, InvalidInputError, Reuse
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError
 from kvcache_rag.generation import StoredChunk
-from kvcache_rag.generation.request import NONE_SAYS
+from kvcache_rag.generation.request import NONE_SAYS, OtherLengthsError
+from kvcache_rag.models.language import StoppedError
 from kvcache_rag.policies.relevance import Retrieved
 
 if TYPE_CHECKING:
@@ -220,6 +221,32 @@ def test_law_the_answer_is_that_of_the_chunks_that_were_chosen(name: str) -> Non
     assert 0 < metrics.reading < metrics.ttft
     explained = engine.explain(QUESTION, LONGER, policy=BestRead(1))
     assert explained.answered_from == (best,)
+
+
+@pytest.mark.parametrize("name", [name for name in ("gpt2", "opt") if name in REFUSED])
+def test_no_pairs_are_read_where_keys_cannot_be_moved(name: str) -> None:
+    engine = make_engine(name, policy=BestRead())
+    engine.add(LONGER)
+    answer = engine.generate(QUESTION, LONGER, max_new_tokens=6)
+    assert answer.metrics.read_chunks == 3
+    assert answer.metrics.answered_from
+
+
+def test_a_second_reading_by_texts_is_cancelled_as_the_first_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine("qwen2")
+    cancelled = threading.Event()
+
+    def read(_: Any, given: threading.Event | None) -> Any:
+        if given is not None and given.is_set():
+            raise StoppedError
+        cancelled.set()
+        raise OtherLengthsError
+
+    monkeypatch.setattr(type(engine._bound.reader), "read", lambda _, *given: read(*given))
+    with pytest.raises(CancelledError):
+        engine.read(QUESTION, TEXTS, cancelled=cancelled)
 
 
 @pytest.mark.parametrize("policy", [BestRead(2), BestRead()], ids=repr)

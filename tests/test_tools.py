@@ -163,7 +163,22 @@ def test_definitions_of_several_tools_do_not_meet() -> None:
     assert '"#/$defs/tool1_X"' in json.dumps(schema)
 
 
-@pytest.mark.parametrize("choice", ["serch", 7, {"name": "x"}, ""])
+@pytest.mark.parametrize("named", ["definitions", "$defs"])
+@pytest.mark.parametrize("among", ["properties", "patternProperties"])
+def test_a_parameter_that_is_called_as_definitions_are_stays_one(named: str, among: str) -> None:
+    parameters = {"type": "object", among: {named: {"type": "string"}}, "required": [named]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    text = json.dumps(ToolChoice.of([tool], "any", None).schema())
+    assert f'"{among}": {{"{named}": {{"type": "string"}}}}' in text
+
+
+@pytest.mark.parametrize("name", ["auto", "required"])
+def test_a_tool_with_the_name_of_a_choice_hides_no_other(name: str) -> None:
+    odd = {"type": "function", "function": {**SEARCH["function"], "name": name}}
+    assert len(ToolChoice.of([SEARCH, odd], name, None).callable_tools) == 2
+
+
+@pytest.mark.parametrize("choice", ["serch", 7, {"name": "x"}, "", ["search"]])
 def test_a_choice_of_no_tool_is_refused(choice: Any) -> None:
     with pytest.raises(InvalidInputError, match="tool_choice must be"):
         ToolChoice.of([SEARCH], choice, None)

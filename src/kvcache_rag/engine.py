@@ -873,10 +873,9 @@ class Engine(NamedArguments):
         with self._turn() as now:
             again = wanted if now is bound else now.to_read(question, listed)
             try:
-                return now.reader.read(again, cancelled)
-            except OtherLengthsError:
-                asked = Question(question, listed).by_text()
-                return _read_by_text(now, asked, cancelled)
+                with suppress(OtherLengthsError):
+                    return now.reader.read(again, cancelled)
+                return _read_by_text(now, Question(question, listed).by_text(), cancelled)
             except StoppedError as error:
                 raise CancelledError from error
 

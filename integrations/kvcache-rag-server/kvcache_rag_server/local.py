@@ -6,7 +6,7 @@ import asyncio
 import time
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cachetools import LRUCache
 
@@ -61,6 +61,10 @@ _COUNTS = (
 )
 
 
+_PREFILLS: Final = 8
+"""Requests of `/v1/prefill` that compute at a time; the model is one."""
+
+
 class LocalBackend:
     """A `Backend` that answers requests with one model, one after the other or in batches.
 
@@ -100,6 +104,8 @@ class LocalBackend:
         self._tiers = TierCounters([engine.store, engine.combinations])
         # Of requests that were counted; used in the event loop alone.
         self._keys: LRUCache[str, tuple[ChunkKey, ...]] = LRUCache(COUNTED)
+        # Each holds a thread while it computes, of those that count, too.
+        self._prefilling = asyncio.Semaphore(_PREFILLS)
         self._scheduler = Scheduler(
             JobRunner(self._engines),
             prefetcher=None if prefetch == PREFETCH_OFF else self._prefetcher,
@@ -178,12 +184,12 @@ class LocalBackend:
         Raises:
             ApiError: If the server shuts down.
         """
-        if self._scheduler.is_closed:
-            raise ApiError(SHUT_DOWN)
-        with attached(work.trace):
-            return await cancellable(
-                _prefilled, self._engines.for_namespace(work.namespace), work.chunks
-            )
+        async with self._prefilling:
+            if self._scheduler.is_closed:
+                raise ApiError(SHUT_DOWN)
+            engine = self._engines.for_namespace(work.namespace)
+            with attached(work.trace):
+                return await cancellable(_prefilled, engine, work.chunks)
 
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and tokens; see `Backend.explain`.

@@ -303,7 +303,7 @@ def _joined(
                 return None
             end = content.index(closing, start)
         context = content[start:end]
-        texts = _by_paths(context) or _of_known(context, known)
+        texts = _by_paths(context) or _of_known(context, known, most)
         if texts is None:
             return None
         behind = end if is_open else end + len(closing)
@@ -323,8 +323,8 @@ def _by_paths(context: str) -> list[str] | None:
     return [context[at:behind].strip() for at, behind in zip(cuts, ends, strict=True)]
 
 
-def _of_known(context: str, known: KnownTexts) -> list[str] | None:
-    return [one.text for one in known.filling(context)] or None
+def _of_known(context: str, known: KnownTexts, most: int) -> list[str] | None:
+    return [one.text for one in known.filling(context, most)] or None
 
 
 _E: Callable[[str], str] = re.escape

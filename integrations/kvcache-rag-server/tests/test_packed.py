@@ -237,7 +237,7 @@ def test_what_is_looked_up_for_a_tenant_is_its_own(monkeypatch: pytest.MonkeyPat
     recogniser.note("other", [A, B])
     asked: list[KnownTexts] = []
 
-    def filling(known: KnownTexts, text: str) -> list[Any]:
+    def filling(known: KnownTexts, text: str, most: int) -> list[Any]:
         asked.append(known)
         return []
 

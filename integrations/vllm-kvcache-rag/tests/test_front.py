@@ -378,6 +378,14 @@ async def test_the_best_chunk_comes_first_and_is_all_that_is_stored(backend_of: 
     assert await backend.count(request(policy=Reuse())) > len(ids.all)
 
 
+async def test_an_apps_instruction_chooses_no_chunk(backend_of: Made) -> None:
+    backend = backend_of(FakeEngine(), policy=None)
+    told = (" ".join(["The bridge opened in 1937."] * 5),)
+    for system in ((), told):
+        asked = request(question="Is fog frequent?", system=system, policy=BestFew(1))
+        assert (await metrics_of(backend, asked)).answered_from == (2,)
+
+
 async def test_further_chunks_of_the_few_stand_with_the_question(backend_of: Made) -> None:
     engine = FakeEngine()
     backend = backend_of(engine, policy=None)
@@ -454,7 +462,9 @@ async def test_tenants_are_granted_their_own_alone(backend_of: Made) -> None:
     assert salts == [KEY.salt(tenant) for tenant in ("a", "a", "b", "c", "c")]
 
 
-@pytest.mark.parametrize("fault", [{"dies": "before"}, {"status": 503}], ids=str)
+@pytest.mark.parametrize(
+    "fault", [{"dies": "before"}, {"status": 503}, {"status": 401}, {"status": 404}], ids=str
+)
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_server_that_is_lost_before_its_first_token_is_replaced(
     backend_of: Made, fault: dict[str, Any], is_first: bool

@@ -22,6 +22,7 @@ from kvcache_rag.generation.question import ReadingReport
 from kvcache_rag.generation.request import Request
 from kvcache_rag.models.language import StoppedError
 from kvcache_rag.policies import FullRecompute, Reuse
+from kvcache_rag.policies.checks import why_not
 
 if TYPE_CHECKING:
     import threading
@@ -175,6 +176,8 @@ class ChunkReader:
             context = [chunks[number] for number in numbers]
             identity, cost = _identity(context), self._cost(context, asked)
             is_new = identity not in costs
+            if why_not(Reuse(), self._runner.model.abilities, len(context)):
+                continue  # several, of a model whose keys cannot be moved
             if self._fits(context, asked) and (not is_new or sum(costs.values()) + cost <= room):
                 contexts[numbers] = context
                 costs[identity] = cost

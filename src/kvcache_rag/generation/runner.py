@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import refuse
+from kvcache_rag.errors import KVCacheRagError, refuse
 from kvcache_rag.generation.context import (
     Context,
     ContextBuilder,
@@ -301,7 +301,7 @@ class Runner:
                 with self.model.interruptible(cancelled):
                     context = self._context(prompts)
                 return run(context)
-        except StoppedError:
+        except (StoppedError, KVCacheRagError, OtherLengthsError):
             raise  # what it had begun is in memory that no prompt goes on from
         except BaseException:
             self.forget()  # perhaps for want of it

@@ -108,9 +108,9 @@ class ToolChoice:
         if isinstance(choice, Mapping):
             function = choice.get("function")
             choice = (function if isinstance(function, Mapping) else choice).get("name")
-        choice = {"any": "required", True: "required", None: "auto", False: "none"}.get(
-            choice, choice
-        )
+        if choice is None or isinstance(choice, (bool, str)):
+            words = {"any": "required", True: "required", None: "auto", False: "none"}
+            choice = words.get(choice, choice)
         if choice not in ("auto", "required", "none", *names):
             raise InvalidInputError(
                 'tool_choice must be "auto", "none", "any" or the name of a tool '
@@ -139,8 +139,9 @@ class ToolChoice:
     def callable_tools(self) -> list[Mapping[str, Any]]:
         """The functions that may be called."""
         functions = [tool["function"] for tool in self.tools]
-        named = [one for one in functions if one["name"] == self.choice]
-        return named or functions
+        if self.choice in ("auto", "required", "none"):  # as a tool may be called, too
+            return functions
+        return [one for one in functions if one["name"] == self.choice]
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of an answer."""
@@ -229,6 +230,9 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas")
+
+
 def _moved(schema: Any, prefix: str, definitions: dict[str, Any]) -> Any:
     """A schema whose definitions stand among `definitions`, under names of their own.
 
@@ -243,6 +247,8 @@ def _moved(schema: Any, prefix: str, definitions: dict[str, Any]) -> Any:
         if key in ("$defs", "definitions") and isinstance(value, Mapping):
             for name, one in value.items():
                 definitions[prefix + name] = _moved(one, prefix, definitions)
+        elif key in _NAMED and isinstance(value, Mapping):  # its keys are names, not words
+            moved[key] = {name: _moved(one, prefix, definitions) for name, one in value.items()}
         elif key == "$ref" and isinstance(value, str):
             moved[key] = re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}", value)
         else:

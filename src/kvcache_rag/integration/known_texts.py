@@ -24,6 +24,10 @@ Counting characters would underrate scripts that write a word with one of them f
 
 _BEGINNING: Final = FEWEST_BYTES // 4  # characters, of which the longest take four bytes
 
+# Known texts of one beginning that are tried on a line. Each step is to a shorter one, so only many
+# that begin alike need more, and a line of which none is found stays a text.
+_TRIES: Final = 64
+
 
 def is_short(text: str) -> bool:
     """Whether a text is too short to identify and to be worth reusing."""
@@ -103,8 +107,11 @@ class KnownTexts:
                 start = text.find("\n", start) + 1 or len(text)
         return found
 
-    def filling(self, text: str) -> list[FoundText]:
-        """Known texts that fill a text but for white space between them; none if they do not."""
+    def filling(self, text: str, most: int) -> list[FoundText]:
+        """Known texts that fill a text but for white space between them.
+
+        None if they do not, or if there are more than `most`, each of which takes time.
+        """
         found: list[FoundText] = []
         start = 0
         with self._lock:
@@ -114,7 +121,7 @@ class KnownTexts:
                     start = behind
                     continue
                 one = self._at(text, start)
-                if one is None:
+                if one is None or len(found) == most:
                     return []
                 found.append(one)
                 start = text.find("\n", one.end) + 1 or len(text)
@@ -130,8 +137,9 @@ class KnownTexts:
             return None
         # Whatever is a beginning of `rest` sorts at or before it, the longest last.
         rest = text[start : start + self._longest + 1]
-        last = bisect_right(alike, rest)
-        while last:
+        last, tries = bisect_right(alike, rest), _TRIES
+        while last and tries:
+            tries -= 1
             core = alike[last - 1]
             if rest.startswith(core):
                 end = start + len(core)

@@ -64,6 +64,9 @@ _MOST_STORING: Final = 1024
 # Chunks of which is remembered that they are stored, or about to be.
 _REMEMBERED: Final = 1 << 17
 
+# What is wrong with the request itself; other refusals are about the server, such as its model.
+_OF_THE_REQUEST: Final = frozenset({400, 413, 422})
+
 # Tokens of the prompt by which a server's rotation is measured.
 _LAW_TOKENS: Final = 768
 
@@ -248,7 +251,7 @@ class VLLMBackend:
                     return
                 except (LostError, RefusedError) as error:
                     _LOG.warning("request %s: %s: %s", work.id, url, error)
-                    if isinstance(error, RefusedError) and not error.is_full:
+                    if isinstance(error, RefusedError) and error.status in _OF_THE_REQUEST:
                         yield Failed(BAD_REQUEST, INVALID, str(error))
                         return
                     if course.first:
@@ -282,7 +285,8 @@ class VLLMBackend:
             if url is not None:
                 running[url] -= 1
                 async with self._free:
-                    self._free.notify()
+                    # Who is woken may have tried this one already.
+                    self._free.notify_all()
 
     async def _from(
         self,

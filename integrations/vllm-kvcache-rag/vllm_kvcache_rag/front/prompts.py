@@ -113,12 +113,14 @@ class Prompts:
                 "composite or full"
             )
         question, history = split(grounded(self, work)[0])
-        if policy.wants(Retrieved(question, tuple(chunks), work.scores)):
+        # Chosen by what the user asks, without what was put before it.
+        found = Retrieved(work.asked, tuple(chunks), work.scores)
+        if policy.wants(found):
             raise InvalidInputError(
                 f"{policy!r} reads the question behind every document, for which vLLM would "
                 "compute all of them anew; ask for bestfew"
             )
-        plan = policy.plan(Retrieved(question, tuple(chunks), work.scores))
+        plan = policy.plan(found)
         order, kept = plan.order, len(plan.brought)
         renderer = self._renderer.in_namespace(work.namespace)
         ids = renderer.tokenize(question, [chunks[place] for place in order], history)
