@@ -372,6 +372,22 @@ def test_any_policy_answers_over_chunks_that_were_computed_to_be_read(policy: An
     assert cold.metrics.computed_tokens > plain.metrics.computed_tokens
 
 
+def test_what_was_computed_to_be_read_counts_once_over_several_rounds() -> None:
+    whole = make_engine("qwen2")
+    longest = max(len(whole.tokenize(QUESTION, [text]).all) for text in LONGER)
+    engine = make_engine("qwen2", context_window=longest + 160)
+    options: Any = {"policy": Reuse(), "max_new_tokens": 4, "overflow": "refine"}
+    cold = engine.generate(QUESTION, LONGER, none_below=-1e6, **options).metrics
+    engine.forget_buffer()
+    warm = engine.generate(QUESTION, LONGER, none_below=-1e6, **options).metrics
+    assert cold.rounds == warm.rounds > 1
+    assert (cold.misses, [one.chunk for one in cold.missed]) == (3, [0, 1, 2])
+    assert cold.prompt_tokens == warm.prompt_tokens
+    chunks = sum(one.tokens for one in cold.missed)
+    assert cold.prefilled_tokens == chunks
+    assert (cold.read_tokens, cold.reused_tokens) == (warm.read_tokens, warm.reused_tokens - chunks)
+
+
 class Asks(BestFew):
     """Wants the same again and again."""
 

@@ -228,9 +228,18 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
         ),
         "query_tokens",
     )
-    of_chunks = ("misses", "missed", "auxiliary_misses", "answered_from")
+    of_chunks = ("auxiliary_misses", "answered_from")
     added = (*times, *counts, *of_chunks, "generated_tokens", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
+    # Each round tells of all chunks that were computed to be read; what was read is told once.
+    known = {one.chunk for one in first.missed}
+    again = [one for one in later.missed if one.chunk in known]
+    brought = sum(one.tokens for one in again if one.chunk in later.answered_from)
+    sums |= {
+        "missed": (*first.missed, *(one for one in later.missed if one.chunk not in known)),
+        "misses": first.misses + later.misses - len(again),
+        "read_tokens": first.read_tokens - brought,
+    }
     hits = dict(Counter(first.hits) + Counter(later.hits))
     return replace(later, **sums, hits=hits, ttft=before + later.ttft, total=before + later.total)
 
