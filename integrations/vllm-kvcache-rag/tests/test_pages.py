@@ -13,6 +13,7 @@ import torch
 from kvcache_rag import MemoryStore
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
+from vllm_kvcache_rag import pages
 from vllm_kvcache_rag.keys import Piece, pieces_of, specs
 from vllm_kvcache_rag.pages import PageWorker
 from vllm_kvcache_rag.scheduling import Job
@@ -100,6 +101,35 @@ def test_what_is_loaded_is_what_was_stored() -> None:
         tokens = kept.kv_cache[[7, 3, 9]].transpose(1, 2).flatten(0, 1)[:10]  # (tokens, heads, 2 w)
         assert torch.equal(tokens[..., :WIDTH].transpose(0, 1), chunk.keys(0)[number])
         assert torch.equal(tokens[..., WIDTH:].transpose(0, 1), chunk.values(0)[number])
+
+
+def test_a_store_that_is_far_behind_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.goes_on = threading.Event()
+
+        def put(self, *arguments: Any) -> bool:
+            assert self.goes_on.wait(20)
+            return super().put(*arguments)
+
+    store = Slow()
+    made = worker(store)
+    monkeypatch.setattr(pages, "_WAITING", 1)
+    many = [pieces_of(TransferParams(0, (10,)), [at, *IDS[1:]], "", SPECS) for at in range(3)]
+    for each in many[:2]:
+        made.save(Job("r", (7, 3, 9), 0, each))
+    assert "not stored: the store is 1 bytes behind" in caplog.text
+    store.goes_on.set()
+    until = time.monotonic() + 20
+    while not store.contains(many[0][0].keys[0]) or made._waiting:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    made.save(Job("r", (7, 3, 9), 0, many[2]))
+    made.close()
+    assert [store.contains(each[0].keys[0]) for each in many] == [True, False, True]
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("a bug"), TimeoutError("late")])

@@ -29,6 +29,9 @@ logger = logging.getLogger("vllm.kvcache_rag")
 
 _LOADERS = 2
 
+# Bytes of chunks that wait to be written; while a store is so far behind, no more are copied.
+_WAITING = 1 << 30
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -95,6 +98,7 @@ class PageWorker:
         self._layers: tuple[PagedLayer, ...] = ()
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvcache-rag-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvcache-rag-store")
+        self._waiting, self._counting = 0, threading.Lock()  # bytes
         self._running: dict[str, _Load] = {}
         self._hanging: list[Future[None]] = []
         self.rotation: EngineRotation | None = None
@@ -195,13 +199,23 @@ class PageWorker:
         """Copy what a request has computed out of its pages, and store it."""
         for piece in job.pieces:
             key = piece.keys[self._rank]
-            if not self._store.contains(key):
-                chunk = self._read(job, piece)
-                self._writer.submit(self._put, piece, chunk)
+            if self._store.contains(key):
+                continue
+            if self._waiting >= _WAITING:
+                logger.warning("kvcache-rag: not stored: the store is %d bytes behind", _WAITING)
+                return
+            chunk = self._read(job, piece)
+            with self._counting:
+                self._waiting += chunk.nbytes
+            self._writer.submit(self._put, piece, chunk)
 
     def _put(self, piece: Piece, chunk: ChunkKV) -> None:
-        if not self._store.put(piece.keys[self._rank], chunk):
-            logger.warning("kvcache-rag: not stored: %s", self._store.stats().last_failure)
+        try:
+            if not self._store.put(piece.keys[self._rank], chunk):
+                logger.warning("kvcache-rag: not stored: %s", self._store.stats().last_failure)
+        finally:
+            with self._counting:
+                self._waiting -= chunk.nbytes
 
     def _read(self, job: Job, piece: Piece) -> ChunkKV:
         blocks = torch.tensor(job.blocks)
