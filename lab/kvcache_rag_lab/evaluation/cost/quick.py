@@ -21,7 +21,7 @@ from kvcache_rag.models.model_names import TINY, resolve
 from kvcache_rag.models.pretrained import gguf_of
 from kvcache_rag.policies import FullRecompute, Reuse
 from kvcache_rag.progress import progress_bar
-from kvcache_rag_lab.articles import read_articles, read_questions
+from kvcache_rag_lab.articles import names_all, read_articles, read_questions
 from kvcache_rag_lab.evaluation.cost.speed import (
     collected_before_answers,
     interval_report,
@@ -30,7 +30,6 @@ from kvcache_rag_lab.evaluation.cost.speed import (
 from kvcache_rag_lab.evaluation.datasets import split_text
 from kvcache_rag_lab.reader import collection
 from kvcache_rag_lab.scoring.ask import Workplaces, rotated
-from kvcache_rag_lab.scoring.metrics import containment
 from kvcache_rag_lab.scoring.question import Question
 from kvcache_rag_lab.scoring.statistics import median_interval
 
@@ -317,7 +316,7 @@ def _row(question: Question, answer: Answer) -> dict[str, Any]:
     text = answer.text.strip()
     return {
         "answer": text,
-        "right": int(containment(text, question.groups)),
+        "right": int(names_all(text, question.groups)),
         "seconds": answer.metrics.ttft,
         "computed_tokens": answer.metrics.computed_tokens,
     }
