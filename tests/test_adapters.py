@@ -383,6 +383,18 @@ def test_an_adapter_of_another_model_is_told_in_one_sentence(
         Engine.from_pretrained(base, adapter=tmp_path / "adapter")
 
 
+def test_an_adapter_that_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", other_model(layers=9))
+    model = other_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InvalidInputError, match="does not fit the model"):
+        adapters.with_adapter(model, folder, "other")
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not hasattr(model, "peft_config")
+
+
 def test_a_folder_without_an_adapter_and_one_whose_model_is_gone(
     base: Path, tmp_path: Path
 ) -> None:

@@ -282,7 +282,7 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         raise _misfit(folder, base, name, reason[0] if reason else type(error).__name__) from error
     found = _stored_names(folder)
     if found is not None and found != expected:
-        adapted.unload()  # else its layers would stay in the model
+        _without_settings(adapted.unload())  # else its layers would stay in the model
         name_of_one = min(found ^ expected)
         where = "has no place in the model" if name_of_one in found else "is not in the adapter"
         raise _misfit(folder, base, name, f"{name_of_one} {where}")
@@ -310,12 +310,17 @@ def merged(model: Any) -> Any:
             found = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError):  # as PEFT says it
         return model
-    if hasattr(found, "peft_config"):  # left there by PEFT 0.18
-        del found.peft_config
+    _without_settings(found)
     note_training(found.config, blocks=blocks)
     # As it was loaded.  On CPUs torch 2.13 takes twice the time for a few tokens in low precision
     # where weights want no gradient, even in inference mode.
     return found.requires_grad_(requires_grad=True)
+
+
+def _without_settings(model: Any) -> None:
+    """Remove what PEFT 0.18 leaves at a model whose adapter has gone."""
+    if hasattr(model, "peft_config"):
+        del model.peft_config
 
 
 def compare_base(model: Any, folder: Path, name: str) -> None:
