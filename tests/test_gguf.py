@@ -284,6 +284,19 @@ def test_what_was_not_used_for_longest_goes_first(
     assert [folder.exists() for folder in folders] == [True, False, True]
 
 
+def test_what_is_kept_stays_where_others_remove_old_ones_at_once(
+    written: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(_: Path) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(kept, "_drop_oldest", gone)
+    with caplog.at_level(logging.WARNING):
+        Engine.from_pretrained(written)
+    assert caplog.text.count("are dequantised") == 1
+    assert "cannot be kept" not in caplog.text
+
+
 def test_a_cache_that_may_not_be_looked_into_fails_nothing(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

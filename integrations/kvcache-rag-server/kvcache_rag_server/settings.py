@@ -83,8 +83,7 @@ class ServerSettings(LocalSettings, RequestLimits):
     """Name of the model in requests; without it that of the model itself."""
     policy: str = ""
     """What is reused for requests that name no policy, such as cacheblend:0.2; without it reuse on
-    a model that was trained for cached chunks, bestfew for others, bestlast:0.5
-    for wide ones."""
+    a model that was trained for cached chunks, bestfew for others, bestlast:0.5 for wide ones."""
     memory_bytes: ByteLimit = 1 << 30
     """Limit of the memory before the folder, such as 4GB."""
     backend: Annotated[str, AfterValidator(_backend)] = TRANSFORMERS

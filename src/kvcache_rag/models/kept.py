@@ -72,12 +72,13 @@ def kept_folder(contents: Iterable[str], kind: str) -> Path:
         contents: Digests of the files, and whatever else the result depends on.
         kind: Ends the name.
     """
-    made_by = (f"{name} {_version_of(name)}" for name in ("transformers", "gguf"))
+    made_by = (f"{name} {version_of(name)}" for name in ("transformers", "gguf"))
     named = "\n".join((_FORM, *made_by, *contents))
     return cache_folder() / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}-{kind}"
 
 
-def _version_of(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of an installed package; "" where there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -136,10 +137,11 @@ def keep(folder: Path, write: Callable[[Path], None], nbytes: int = 0) -> bool:
             _sweep(folder)
             if not _is_whole(folder):
                 _appear(folder, write)
-        _drop_oldest(folder)
     except (OSError, SafetensorError) as error:
         _LOG.warning("what was made of a GGUF file cannot be kept: %s", error)
         return False
+    with suppress(OSError):  # another process may be at it, too
+        _drop_oldest(folder)
     return True
 
 
@@ -157,9 +159,10 @@ def _sweep(target: Path) -> None:
     Others' beginnings are removed when they are a day old.
     """
     for path in target.parent.glob(".*"):
-        is_old = path.stat().st_mtime < time.time() - _DAY
-        if path.is_dir() and (path.name.startswith(f".{target.name}-") or is_old):
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has finished it, or removes it, too
+            is_old = path.stat().st_mtime < time.time() - _DAY
+            if path.is_dir() and (path.name.startswith(f".{target.name}-") or is_old):
+                shutil.rmtree(path, ignore_errors=True)
     if target.exists() and (difference := _changed(target)):
         _LOG.warning(_DAMAGED, target.name, difference)
         shutil.rmtree(target)
@@ -179,7 +182,8 @@ def _appear(target: Path, write: Callable[[Path], None]) -> None:
 
 def _drop_oldest(newest: Path) -> None:
     """Remove what was not used for longest, until all that is kept is no more than it may be."""
-    found = [path for path in newest.parent.iterdir() if path.is_dir() and path != newest]
+    # What begins with a point is being made.
+    found = [one for one in newest.parent.glob("[!.]*") if one.is_dir() and one != newest]
     found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     whole = _size(newest)
     for path in found:

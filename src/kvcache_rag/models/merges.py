@@ -6,12 +6,11 @@ Merging, and importing PEFT, took a fifth of the time in which `ask` answered by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.models.adapters import compare_base, note_training, trains_blocks
 from kvcache_rag.models.gguf import GgufHeader, kept_model, torch_dtype
-from kvcache_rag.models.kept import file_digest, keep, kept_folder, read_kept
+from kvcache_rag.models.kept import file_digest, keep, kept_folder, read_kept, version_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,11 +75,7 @@ class KeptMerge:
 
 
 def _place(file: Path, adapter: Path, dtype: torch.dtype) -> Path:
-    try:
-        peft = version("peft")
-    except PackageNotFoundError:
-        peft = ""
-    parts = [file_digest(file), str(dtype), peft]
+    parts = [file_digest(file), str(dtype), version_of("peft")]
     for path in sorted(adapter.iterdir()):
         if path.is_file():
             parts += [path.name, file_digest(path)]
