@@ -906,7 +906,8 @@ class Engine(NamedArguments):
                 request, query=(*request.query, *answer_ids), answer_tokens=len(answer_ids)
             )
             prompt = bound.runner.prompt(asked, 0, "")
-            return bound.runner.logits([prompt], len(prompt.query) - prompt.fresh_tokens)[0]
+            keep = len(prompt.query) - prompt.fresh_tokens
+            return bound.runner.logits([prompt], keep, as_answered=True)[0]
 
         return self._held([Question(question, listed_chunks(chunks), options)], run)()
 

@@ -134,11 +134,13 @@ class SequenceContextBuilder(ContextBuilder):
         super().__init__(*args)
         self._kept = None if self.memory.limit == 0 else KeptSequence(self.model.llama)
 
-    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
+    def computed(
+        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
+    ) -> Context:
         plain, row, kept = super().computed(rows, request), rows[0], self._kept
         if kept is None or len(rows) > 1 or uses_beams(request.options):
             return plain
-        room, beginning = request.max_new_tokens, self._computed_beginning
+        room, beginning = request.max_new_tokens, self._computed_beginning(documents)
         ids = row.ids.tolist()
         known = alike(kept.left(beginning), ids)
         cells = kept.continue_from(known, len(ids) + room) if known else None

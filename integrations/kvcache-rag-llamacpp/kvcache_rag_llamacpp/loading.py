@@ -18,7 +18,7 @@ from kvcache_rag.models.gguf import GgufHeader
 from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_names import resolve
 from kvcache_rag.models.pretrained import gguf_of, load_tokenizer, named_device, note_name
-from kvcache_rag_llamacpp.adapters import adapter_digest, adapter_file
+from kvcache_rag_llamacpp.adapters import adapter_file
 from kvcache_rag_llamacpp.binding import (
     CACHE_TYPES,
     ContextOptions,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16"]
 LoraModules = Literal["all-linear", "attention"]
+LoraTokens = Literal["all", "question"]
 SCHEMES: Final = ("reordered", "composite")
 FULL_RATE: Final = 1e-5  # TurboRAG's
 LORA_RATE: Final = 1e-4
@@ -84,6 +85,9 @@ class FinetuneConfig:
         device: None for CUDA if there is one.
         work: Checkpoints and log; None for `OUT.work`.
         lora_modules: What has adapters: all linear layers, or only the projections of attention.
+        lora_tokens: Where adapters act: everywhere, or on questions and answers alone, as activated
+            LoRA (arXiv 2504.12397).  Chunks are then the untouched model's own, so a store serves
+            any number of such adapters and none; only questions about documents are learned.
         packet: How many vectors before each chunk, and as many after it, are trained alone (KV
             Packet, arXiv 2604.13226): those of control tokens that no chat uses, with which the
             template then wraps chunks; 0 for none.
@@ -118,6 +122,7 @@ class FinetuneConfig:
     device: str | None = None
     work: Path | None = None
     lora_modules: LoraModules = "all-linear"
+    lora_tokens: LoraTokens = "all"
     packet: int = 0
     checkpoint: Path | None = None
     resume: bool = False
@@ -159,7 +164,9 @@ class FinetuneConfig:
     @property
     def plain_batches(self) -> float:
         """Share of plain batches."""
-        return 0.5 if self.plain_share is None else self.plain_share
+        if self.plain_share is None:
+            return 0.0 if self.lora_tokens == "question" else 0.5
+        return self.plain_share
 
     @property
     def teaches_blocks(self) -> bool:
@@ -177,7 +184,7 @@ class FinetuneConfig:
         """What the weights depend on besides the data, as plain values."""
         elsewhere = ("out", "work", "save_every", "checkpoint", "resume")
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        for name in ("lora_modules", "packet"):  # runs that began before there was a choice go on
+        for name in ("lora_modules", "lora_tokens", "packet"):  # runs that began before there was a choice go on
             if values[name] == getattr(FinetuneConfig, name):
                 del values[name]
         # Those that began when there was another objective, too.
@@ -197,6 +204,7 @@ def _check_choices(config: FinetuneConfig) -> None:
         ("positions", SCHEMES),
         ("precision", get_args(Precision)),
         ("lora_modules", get_args(LoraModules)),
+        ("lora_tokens", get_args(LoraTokens)),
     ):
         value = getattr(config, name)
         if value not in allowed:
@@ -223,6 +231,8 @@ def _check_numbers(config: FinetuneConfig) -> None:
 def _check_adapter(config: FinetuneConfig) -> None:
     if config.keep_adapter and not config.trains_adapter:
         raise InvalidInputError("keep_adapter needs adapters; set lora to their rank, say 16")
+    if config.lora_tokens == "question":
+        _check_activated(config)
     if config.packet and config.lora:
         raise InvalidInputError("a packet is trained alone, the model being frozen; set lora to 0")
     if config.checkpoint is not None and not config.trains_adapter:
@@ -231,6 +241,21 @@ def _check_adapter(config: FinetuneConfig) -> None:
         )
     if config.resume and config.checkpoint is None:
         raise InvalidInputError("resume goes on from a checkpoint; name its folder")
+
+
+def _check_activated(config: FinetuneConfig) -> None:
+    """Refuse what an adapter that acts on questions alone cannot be or learn."""
+    for wrong, sentence in (
+        (not config.lora, "is about adapters; set lora to their rank, say 16"),
+        (not config.keep_adapter, "cannot be merged into the model; set keep_adapter"),
+        (config.plain_batches, "acts behind documents alone; set plain_share to 0"),
+        (
+            config.gradient_checkpointing,
+            "keeps the activations of questions alone; leave out gradient_checkpointing",
+        ),
+    ):
+        if wrong:
+            raise InvalidInputError(f'lora_tokens="question" {sentence}')
 
 
 def _check_upper(config: FinetuneConfig) -> None:

@@ -3,7 +3,8 @@
 Where all layers attend, a mask says it, in one pass of the stock model (`MaskedForward`).  A
 recurrent layer heeds no mask.  With some, chunks are computed as for a store, each behind the
 prefix alone; keys are moved, states are composed, and the questions follow behind
-(`StitchedForward`).
+(`StitchedForward`).  An adapter that acts on questions alone takes two passes: the context by the
+untouched model, without gradients, and the questions over its keys and values (`DividedForward`).
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from torch.nn.utils.rnn import pad_sequence
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
-from kvcache_rag.models.cache import graded_cache, held_state, layer_tensors
+from kvcache_rag.models.cache import graded_cache, growing_cache, held_state, layer_tensors
 from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag.models.states import State
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import first_positions
-from kvcache_rag_lab.finetune.packing import Batch, MaskedBatch, marked, pack
+from kvcache_rag_lab.finetune.packing import Batch, MaskedBatch, divide, marked, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.states import RecurrentLayers
+    from kvcache_rag_lab.finetune.packing import Divided
     from kvcache_rag_lab.finetune.sources import Encoded
 
-SHAPE_MULTIPLE = 64
+SHAPE_MULTIPLE = 64  # each new shape costs low precision a kernel: time, and memory for good
 
 
 class Forward(Protocol):
@@ -75,8 +78,7 @@ class MaskedForward:
 
     def batch(self, samples: Sequence[Encoded]) -> MaskedBatch:
         """Samples side by side, padded on the left."""
-        # Each new shape costs a kernel in low precision, time and memory that are not given back.
-        multiple = SHAPE_MULTIPLE if self.dtype == torch.bfloat16 else 1
+        multiple = _multiple(self.dtype)
         return pack(samples, self.positions, self.adapter.mask_argument, multiple)
 
     def logits(self, batch: MaskedBatch) -> Tensor:
@@ -105,6 +107,74 @@ class MaskedForward:
 
     def _rounded(self, mask: Tensor) -> Tensor:
         return mask.clamp(min=torch.finfo(self.dtype).min).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class DividedBatch(Batch):
+    """Samples whose contexts are computed apart from their questions.
+
+    Attributes:
+        rows: One per sample.
+    """
+
+    rows: tuple[Divided, ...]
+
+
+@dataclass(frozen=True)
+class DividedForward:
+    """A pass over the context by the untouched model, and one over all questions behind it.
+
+    Attributes:
+        adapter: The model, with an adapter in it.
+        positions: Where chunks stand.
+        dtype: Of activations.
+        untouched: Gives what the adapter is out of force in.
+    """
+
+    adapter: TransformersModel
+    positions: PositionScheme
+    dtype: torch.dtype
+    untouched: Callable[[], AbstractContextManager[Any]]
+
+    def ensure_possible(self) -> None:
+        """Tokens have to stand where they are told to, and every layer to heed a mask."""
+        so = 'it cannot be trained on questions alone; set lora_tokens to "all"'
+        self.adapter.ensure_attends_only(f"so {so}")
+        self.adapter.ensure_takes_positions(so)
+
+    def batch(self, samples: Sequence[Encoded]) -> DividedBatch:
+        """Samples one after the other."""
+        multiple = _multiple(self.dtype)
+        rows = tuple(divide(sample, self.positions, multiple) for sample in samples)
+        kept = max(row.asked for row in rows)
+        tokens = sum(row.tokens for row in rows)
+        return DividedBatch(*marked(samples, kept), tokens, rows)
+
+    def logits(self, batch: DividedBatch) -> Tensor:
+        """Logits of all questions and answers, `(rows, kept, vocabulary)`."""
+        rows = [self._row(row) for row in batch.rows]
+        return torch.stack([functional.pad(row, (0, 0, batch.kept - len(row), 0)) for row in rows])
+
+    def _row(self, row: Divided) -> Tensor:
+        """Logits `(asked, vocabulary)`."""
+        cache, first = growing_cache(self.adapter.measured.kinds), row.context
+        if first:
+            with torch.no_grad(), self.untouched():
+                self._pass(row, cache, 0, first, keep=1)
+        return self._pass(row, cache, first, len(row.ids), keep=0)[0]
+
+    def _pass(self, row: Divided, cache: Any, first: int, last: int, keep: int) -> Tensor:
+        here = slice(first, last)
+        mask = self.adapter.mask_argument(
+            row.allowed[here, :last], row.indices[here], row.indices[:last]
+        )
+        return self.adapter.graded(
+            row.ids[None, here], cache, row.positions[here], mask=mask, keep=keep
+        )
+
+
+def _multiple(dtype: torch.dtype) -> int:
+    return SHAPE_MULTIPLE if dtype == torch.bfloat16 else 1
 
 
 @dataclass(frozen=True)

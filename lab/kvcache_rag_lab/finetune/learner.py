@@ -25,7 +25,12 @@ from kvcache_rag.models.pretrained import load, own_dtype
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from kvcache_rag_lab.finetune.adapters import lora_modules, packet_tokens, with_packet
 from kvcache_rag_lab.finetune.attention import use_tiled_attention
-from kvcache_rag_lab.finetune.forward import Forward, MaskedForward, StitchedForward
+from kvcache_rag_lab.finetune.forward import (
+    DividedForward,
+    Forward,
+    MaskedForward,
+    StitchedForward,
+)
 from kvcache_rag_lab.finetune.packing import IGNORED, Batch
 
 if TYPE_CHECKING:
@@ -104,8 +109,8 @@ class Learner:
             config,
             own_dtype(config.model),
         )
-        learner.forward.ensure_possible()
         learner._prepare()
+        learner.forward.ensure_possible()
         return learner
 
     def _prepare(self) -> None:
@@ -163,6 +168,9 @@ class Learner:
     def forward(self) -> Forward:
         """How it is computed."""
         adapter, positions = self.adapter, self.config.positions
+        if self.config.lora_tokens == "question":
+            untouched = self.peft.disable_adapter
+            return DividedForward(adapter, positions, self.compute_dtype, untouched)
         if adapter.recurrent is not None:
             return StitchedForward(adapter, adapter.recurrent, positions)
         return MaskedForward(adapter, positions, self.compute_dtype)
@@ -254,7 +262,7 @@ class Learner:
         described.base_model_name_or_path = _findable(self.config.model)
         described.save_pretrained(folder)
         if self.config.teaches_blocks:
-            write_training(folder)
+            write_training(folder, on_question=self.config.lora_tokens == "question")
         if self.brought:
             _write(folder / FILE_NAME, text_fields(self.template))
 

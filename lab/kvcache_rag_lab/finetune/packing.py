@@ -226,6 +226,59 @@ def pack(
     return MaskedBatch(*marked(samples, kept), tokens, ids, positions, _joined(masks))
 
 
+@dataclass(frozen=True)
+class Divided:
+    """One row of which context and questions are computed apart, either padded on its left.
+
+    Attributes:
+        ids: `(context + asked,)` int64.
+        positions: The same of rotary positions.
+        indices: The same of places in the prompt, which windows count.
+        allowed: `(context + asked, context + asked)` bool: what each token may see.
+        asked: Tokens of the questions, padding included.
+        tokens: Tokens that are not padding.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    indices: Tensor
+    allowed: Tensor
+    asked: int
+    tokens: int
+
+    @property
+    def context(self) -> int:
+        """Tokens of the context, padding included."""
+        return len(self.ids) - self.asked
+
+
+def divide(sample: Encoded, scheme: PositionScheme, multiple: int = 1) -> Divided:
+    """A sample's row (`lay_out`), with padding where context and questions are parted.
+
+    Args:
+        sample: As ids.
+        scheme: Where chunks stand.
+        multiple: Either part is padded to a multiple of so many tokens.
+    """
+    row = lay_out(sample, scheme)
+    sizes = (len(row.ids) - row.query_tokens, row.query_tokens)
+    padded = [-(-size // multiple) * multiple for size in sizes]
+    # Places of the row's tokens among those padded.
+    places = torch.cat(
+        [
+            torch.arange(size) + (end - size)
+            for size, end in zip(sizes, (padded[0], sum(padded)), strict=True)
+        ]
+    )
+    ids = torch.zeros(sum(padded), dtype=torch.long)
+    positions, indices = ids.clone(), ids.clone()
+    ids[places], positions[places], indices[places] = row.ids, row.positions, row.indices
+    # Padding sees itself, because a row that sees nothing has no softmax.
+    allowed = torch.eye(len(ids), dtype=torch.bool)
+    allowed[places[:, None], places[None]] = row.allowed
+    return Divided(ids, positions, indices, allowed, padded[1], len(row.ids))
+
+
 def marked(samples: Sequence[Encoded], kept: int) -> tuple[Tensor, Tensor]:
     """Labels and segments of a batch whose rows end together; a token predicts the one behind it.
 

@@ -128,14 +128,12 @@ class _Run:
         """Held-out samples as ids; those that do not fit are left out."""
         data, encoder = self._data, self._encoder
         limit = min(self._config.batch_tokens, self._window)
-        texts = (encoder.plain(sample, limit) for sample in data.held_plain)
         asked = self._fitting(map(encoder.qa, data.held_qa))
-        sets = {
-            "plain": self._fitting(texts),
-            "free": self._fitting(map(encoder.qa, data.held_free)),
-            "full": [sample.joined for sample in asked],
-            "block": asked,
-        }
+        sets = {"full": [sample.joined for sample in asked], "block": asked}
+        if self._config.lora_tokens == "all":  # else nothing changes where no documents are
+            texts = (encoder.plain(sample, limit) for sample in data.held_plain)
+            free = self._fitting(map(encoder.qa, data.held_free))
+            sets = {"plain": self._fitting(texts), "free": free, **sets}
         empty = [name for name, samples in sets.items() if not samples]
         if empty:
             raise InvalidInputError(

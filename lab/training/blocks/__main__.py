@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag_lab.finetune import Report, finetune
+from kvcache_rag_lab.finetune.config import LoraTokens
 from training.blocks.data import Squad, write
 from training.blocks.own import write_answers, write_instructions
 from training.blocks.recipe import COMPARED_STEPS, STEPS, Mask, Train, recipe
@@ -58,7 +59,7 @@ def train(model: str, data: Path, out: Path, **options: Any) -> Report:
 def compare(model: str, data: Path, out: Path, **options: Any) -> Iterator[str]:
     """A line about each kind of adapter: its loss on stitched contexts, before and after."""
     for kind in get_args(Train):
-        name = f"compare-{kind}"
+        name = f"compare-{kind}-{options.get('tokens', 'question')}"
         report = out / name / "report.json"
         if not report.exists():
             train(model, data, out, train=kind, steps=COMPARED_STEPS, name=name, **options)
@@ -77,6 +78,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mask", choices=get_args(Mask), default="block", help="full: the control")
     parser.add_argument("--train", choices=get_args(Train), default="attention")
+    parser.add_argument(
+        "--tokens",
+        choices=get_args(LoraTokens),
+        default="question",
+        help="where LoRA acts: on questions and answers, or on documents, too",
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="such as cpu (default: CUDA if there is one)")

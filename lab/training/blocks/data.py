@@ -5,14 +5,15 @@ CC BY-SA 4.0; five paragraphs a question, all questions of a paragraph have the 
 context gets further paragraphs, 5 to 10 in all, of which none holds an answer, in an order of its
 own; and behind a paragraph's own questions
 
-- one question that another of its five paragraphs answers,
+- up to `OTHERS` questions that others of its five paragraphs answer,
 - two questions at once, of two paragraphs: "A B", answered "a; b",
 - for every second one, a question whose paragraph is not there: `REFUSAL`.
 
 One context in `WITHOUT_GOLD` is there a second time without the paragraph of its questions, all of
 which are then refused.  One context in `APART`, by hash, is kept apart: recipe and stopping are
 chosen on it alone.  A question that the model answered right itself (`own`) is answered in its
-words, the others are as short as SQuAD has them.
+words, the others are as short as SQuAD has them; where there are such answers, only contexts of
+paragraphs that the model was right about are learned.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ REFUSAL: Final = "I do not know."
 APART: Final = 20  # 5 %
 
 WITHOUT_GOLD: Final = 12
+
+OTHERS: Final = 8
 
 DOCUMENTS: Final = (5, 10)
 """Of a context, at least and at most."""
@@ -99,7 +102,8 @@ def golds_of(squad: Squad) -> list[str]:
 def learned(squad: Squad, own: Own) -> Iterator[Row]:
     """Rows to train on; rows of one context have the same documents."""
     golds = golds_of(squad)
-    for number, gold in enumerate(golds):
+    own_golds = {gold for gold, _ in own}
+    for number, gold in enumerate(one for one in golds if not own or one in own_golds):
         rng = random.Random(f"blocks/{gold}")  # a draw of data, not a secret
         mine = squad.asked[gold]
         others = [
@@ -107,9 +111,10 @@ def learned(squad: Squad, own: Own) -> Iterator[Row]:
             for place in squad.contexts[gold]
             if place != gold and place in squad.asked and not is_apart(place)
         ]
-        asked = [(text, (*own.get((gold, text), ()), *answers)) for text, answers in mine]
+        asked = [_in_own_words(own, gold, each) for each in mine]
         if others:
-            asked.append(rng.choice(squad.asked[rng.choice(others)]))
+            further = [_in_own_words(own, place, each) for place in others for each in squad.asked[place]]
+            asked += rng.sample(further, min(OTHERS, len(further)))
             asked.append(_both(rng.choice(mine), rng.choice(squad.asked[rng.choice(others)])))
         answers = [one for _, each in asked for part in each for one in part.split("; ")]
         documents = _longer(squad, squad.contexts[gold], answers, golds, rng)
@@ -119,6 +124,11 @@ def learned(squad: Squad, own: Own) -> Iterator[Row]:
         if number % WITHOUT_GOLD == 0:
             swapped = _without(squad, gold, documents, golds, rng)
             yield from _rows(squad, swapped, [(question, (REFUSAL,)) for question, _ in mine], "")
+
+
+def _in_own_words(own: Own, gold: str, asked: Asked) -> Asked:
+    text, answers = asked
+    return text, (*own.get((gold, text), ()), *answers)
 
 
 def _longer(

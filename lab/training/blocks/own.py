@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcache_rag.metrics import Answer
     from training.blocks.data import Row
 
-BATCH: Final = 8
+BATCH: Final = 16
 ANSWER_TOKENS: Final = 48
 TURN_TOKENS: Final = 64
 REPLY_TOKENS: Final = 320
@@ -57,11 +57,12 @@ def write_answers(model: str, squad: Squad, out: Path, count: int, device: str |
         count: How many are asked, at most all; rounded up to whole batches.
         device: As the engine takes it.
     """
+    golds = golds_of(squad)
+    random.Random("blocks/own").shuffle(golds)
+    # Those of a paragraph one behind the other: it is prefilled once.
     asked = [
-        (gold, question, answers) for gold in golds_of(squad) for question, answers in
-        squad.asked[gold]
-    ]  # fmt: skip
-    random.Random("blocks/own").shuffle(asked)
+        (gold, question, answers) for gold in golds for question, answers in squad.asked[gold]
+    ]
     engine = cache(partial(Engine.from_pretrained, model, device=device, adapter=NO_ADAPTER))
 
     def ask(number: int) -> list[Row]:

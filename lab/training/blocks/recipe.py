@@ -12,7 +12,7 @@ from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag_lab.finetune.config import Precision
+    from kvcache_rag_lab.finetune.config import LoraTokens, Precision
 
 Mask = Literal["block", "full"]
 Train = Literal["attention", "all-linear", "packet"]
@@ -21,7 +21,7 @@ STEPS: Final = 360
 COMPARED_STEPS: Final = 60
 RANK: Final = 16
 PACKET: Final = 4  # vectors before and as many behind a chunk
-HOLDOUT: Final = 24  # contexts and texts to measure with
+HOLDOUT: Final = 16  # contexts and texts to measure with
 RATE: Final = 5e-4  # of LoRA
 
 
@@ -38,6 +38,7 @@ def recipe(
     *,
     mask: Mask = "block",
     train: Train = "attention",
+    tokens: LoraTokens = "question",
     steps: int = STEPS,
     seed: int = 0,
     device: str | None = None,
@@ -51,6 +52,7 @@ def recipe(
         out: Folder that holds `data` and takes the adapter.
         mask: "full" for the control.
         train: LoRA on attention's projections or on all linear layers, or vectors around chunks.
+        tokens: Where LoRA acts: on questions and answers alone, or on documents, too.
         steps: Of the optimiser, of about 5,000 tokens each.
         seed: Of data order and adapters.
         device: None for CUDA if there is one.
@@ -58,19 +60,22 @@ def recipe(
         further: Settings of `FinetuneConfig`, such as `checkpoint`.
     """
     is_packet = train == "packet"
+    on_question = tokens == "question" and not is_packet
     return FinetuneConfig(
         model=model,
-        out=out / (name or f"{mask}-{train}-{seed}"),
-        data=JsonlData(out / "data" / "learned.jsonl", questions=12),
+        out=out / (name or f"{mask}-{train}{'-question' * on_question}-{seed}"),
+        data=JsonlData(out / "data" / "learned.jsonl", questions=24),
         plain=out / "data" / "plain.jsonl",
         block_share=1.0 if mask == "block" else 0.0,
-        plain_share=0.3,  # two thirds of it instructions: a fifth of all
+        # Two thirds of it instructions: a fifth of all.
+        plain_share=0.0 if on_question else 0.3,
         steps=steps,
-        batch_tokens=2816,
-        accumulate=3,
+        batch_tokens=3072,
+        accumulate=2 if on_question else 3,
         rate=None if is_packet else RATE,
         lora=0 if is_packet else RANK,
         lora_modules="attention" if train == "attention" else "all-linear",
+        lora_tokens="question" if on_question else "all",
         packet=PACKET if is_packet else 0,
         keep_adapter=True,
         precision=precision(device),

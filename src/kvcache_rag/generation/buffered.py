@@ -152,7 +152,9 @@ class BufferContextBuilder(ContextBuilder):
                 why = str(error)
         return self._copied(prompts, why)
 
-    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
+    def computed(
+        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
+    ) -> Context:
         limit = self.model.measured.limit
         width = max(len(row.ids) for row in rows)
         tokens = width + request.max_new_tokens
@@ -165,8 +167,8 @@ class BufferContextBuilder(ContextBuilder):
             or (limit and tokens > limit)
             or not self.model.measured.groups
         ):
-            return super().computed(rows, request)
-        beginning = self._computed_beginning
+            return super().computed(rows, request, documents)
+        beginning = self._computed_beginning(documents)
         begun = [self._continuation(beginning, row.ids.tolist()) for row in rows]
         buffer = self.memory.continue_from(begun, [width - len(row.ids) for row in rows], tokens)
         rows = [

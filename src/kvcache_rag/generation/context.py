@@ -72,6 +72,15 @@ class Prompt:
         return sum(map(len, self.fresh))
 
     @property
+    def has_documents(self) -> bool:
+        """Whether anything stands before history and question."""
+        return bool(self.chunks or self.fresh)
+
+    def question_start(self, ids: Sequence[int] | Tensor) -> int:
+        """Where history and question begin in the ids of the whole prompt."""
+        return len(ids) - len(self.query) + self.fresh_tokens
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Numbers of all its chunks, as they were given."""
         each = (chunk.places or (chunk.place,) for chunk in (*self.chunks, *self.fresh))
@@ -275,8 +284,17 @@ class ContextBuilder(ABC):
                 ]
             )
 
-    def computed(self, rows: Sequence[ContextRow], request: Request) -> Context:
-        """Prompts of which everything is computed, whose requests are alike."""
+    def computed(
+        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
+    ) -> Context:
+        """Prompts of which everything is computed.
+
+        Args:
+            rows: The prompts.
+            request: Theirs, which are alike.
+            documents: First tokens of the only one, on which the model's adapter for questions does
+                not act; 0 where it acts on none.
+        """
         return Context(self.model, rows)
 
     @abstractmethod
@@ -296,12 +314,13 @@ class ContextBuilder(ABC):
         ):
             return None
         keys = tuple((chunk.key, chunk.is_joint) for chunk in prompt.chunks)
-        return self._own, keys, policy.positions, policy.adjacent_query
+        # Where an adapter for questions begins to act.
+        fresh = prompt.fresh_tokens if self.model.question_adapter else 0
+        return self._own, keys, policy.positions, policy.adjacent_query, fresh
 
-    @property
-    def _computed_beginning(self) -> Beginning:
-        """Of prompts of which everything is computed."""
-        return "computed", self._own
+    def _computed_beginning(self, documents: int) -> Beginning:
+        """Of prompts of which everything is computed; `documents` as for `computed`."""
+        return "computed", self._own, documents
 
     @property
     def _own(self) -> ChunkKey:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,7 @@ from kvcache_rag.generation.prompt_memory import PromptMemory
 from kvcache_rag.generation.request import NONE_SAYS, OtherLengthsError
 from kvcache_rag.generation.text_decoder import TextDecoder
 from kvcache_rag.metrics import Answer, Metrics, joined
+from kvcache_rag.models.cache import stock_cache
 from kvcache_rag.models.generate import Generated, beams, generate, uses_beams
 from kvcache_rag.models.language import StoppedError
 from kvcache_rag.policies.checks import why_not
@@ -170,11 +172,25 @@ class Runner:
             # Of recurrent layers alone: one prompt at a time (`models/generate.py`).
             return [self.run(request, None, cancelled) for request in requests]
         prompts = [self.prompt(request, 0, "") for request in requests]
-        if len(prompts) > 1 and self.why_apart(prompts):
+        if len(prompts) > 1 and (self.why_apart(prompts) or self._act_apart(prompts)):
             half = len(requests) // 2
             first, second = requests[:half], requests[half:]
             return [*self.run_batch(first, cancelled), *self.run_batch(second, cancelled)]
         return self.answers(prompts, requests[0].started, None, cancelled) if prompts else []
+
+    def _act_apart(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether an adapter for questions has to act on prompts of a batch one by one.
+
+        In a padded pass its questions begin together, behind documents that are there.
+        """
+        if not self.model.question_adapter:
+            return False
+        with_documents = sum(prompt.has_documents for prompt in prompts)
+        are_open = any(prompt.fresh or self._is_computed(prompt) for prompt in prompts)
+        return with_documents not in (0, len(prompts)) or bool(with_documents and are_open)
+
+    def _is_computed(self, prompt: Prompt) -> bool:
+        return self.context_builder is None or self.is_full(prompt)
 
     def why_apart(self, prompts: Sequence[Prompt]) -> str:
         """Why prompts cannot be one batch; "" if they can."""
@@ -258,8 +274,16 @@ class Runner:
         prompts: Sequence[Prompt],
         keep: int,
         cancelled: threading.Event | None = None,
+        *,
+        as_answered: bool = False,
     ) -> Tensor:
         """Logits of the last `keep` tokens of each query, `(prompts, keep, vocabulary)` float32.
+
+        Args:
+            prompts: One or more.
+            keep: Of how many tokens.
+            cancelled: Stops it once set.
+            as_answered: Whether an adapter for questions acts, as when the only prompt is answered.
 
         Raises:
             StoppedError: If it was cancelled before the contexts were there.
@@ -269,17 +293,22 @@ class Runner:
             # The whole queries, also where generating would compute the last token alone.
             open_ = [row.shape.tokens - row.shape.context_tokens for row in context.rows]
             ids, mask = self._padded(context.rows)
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -max(open_) :]  # (prompts, open)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)  # (prompts, tokens)
             is_padded = len(open_) > 1 and self.model.abilities.memory == "ours"
+            first, acts = ids.shape[1] - max(open_), as_answered and self._acts(prompts)
             with context.attended():
                 cache = context.cache(open_)
-                logits = self.model.forward(
-                    ids[:, -max(open_) :],
-                    cache,
-                    positions,
-                    mask=mask.to(self.model.device) if is_padded else None,
-                    keep=keep,
-                )
+                if acts:
+                    cache = self._behind_documents(prompts, ids, mask, cache)
+                    first = cache.get_seq_length()
+                with self.model.on_question() if acts else nullcontext():
+                    logits = self.model.forward(
+                        ids[:, first:],
+                        cache,
+                        positions[:, first:],
+                        mask=mask.to(self.model.device) if is_padded else None,
+                        keep=keep,
+                    )
             return logits.float().cpu()
 
         alone = [replace(prompt, may_continue=False) for prompt in prompts]
@@ -323,7 +352,28 @@ class Runner:
         rows = [self._plain(prompt) for prompt in prompts]
         if self.context_builder is None:
             return Context(self.model, rows)
-        return self.context_builder.computed(rows, prompts[0].request)
+        documents = prompts[0].question_start(rows[0].ids) if self._acts(prompts) else 0
+        return self.context_builder.computed(rows, prompts[0].request, documents)
+
+    def _acts(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether an adapter for questions acts on those of a batch."""
+        return bool(self.model.question_adapter) and prompts[0].has_documents
+
+    def _behind_documents(
+        self, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, cache: Any
+    ) -> Any:
+        """A cache that ends where questions begin: the untouched model computes what it lacks."""
+        if len(prompts) > 1:  # it ends there (`_act_apart`)
+            return cache
+        (prompt,) = prompts
+        if cache is None:
+            room, rows = prompt.request.max_new_tokens, beams(prompt.request.options)
+            cache = self.model.new_cache(mask, room=room, beams=rows)
+            cache = stock_cache(self.model.model.config) if cache is None else cache
+        held, stop = cache.get_seq_length(), prompt.question_start(ids[0])
+        if held < stop:
+            self.model.forward(ids[:, held:stop], cache, torch.arange(held, stop), keep=1)
+        return cache
 
     def ensure_planned(self, request: Request, tokens: int) -> None:
         """Raise `OtherLengthsError` if a prompt of so many tokens is not what was planned.
@@ -370,18 +420,22 @@ class Runner:
         ids, mask = self._padded(context.rows)
         with context.attended():
             cache = context.cache([row.missing for row in context.rows])
-            before = time.perf_counter()
-            generated = generate(
-                self.model,
-                ids,
-                mask,
-                cache,
-                max_new_tokens=request.max_new_tokens,
-                tokenizer=self.tokenizer,
-                options=request.options,
-                emit=watch,
-                cancelled=cancelled,
-            )
+            before, acts = time.perf_counter(), self._acts(prompts)
+            if acts:
+                with self.model.interruptible(cancelled):
+                    cache = self._behind_documents(prompts, ids, mask, cache)
+            with self.model.on_question() if acts else nullcontext():
+                generated = generate(
+                    self.model,
+                    ids,
+                    mask,
+                    cache,
+                    max_new_tokens=request.max_new_tokens,
+                    tokenizer=self.tokenizer,
+                    options=request.options,
+                    emit=watch,
+                    cancelled=cancelled,
+                )
         context.leave(generated.rows, cache, is_cut=cancelled is not None and cancelled.is_set())
         if watch is None:
             generated = replace(generated, rows=tuple(map(_pushed, decoders, generated.rows)))

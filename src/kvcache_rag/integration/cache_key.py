@@ -128,6 +128,7 @@ def _state(engine: Engine) -> dict[str, Any]:
             weights.follow()
     return {
         "weights": weights.identity,
+        "adapter": adapter.question_adapter,
         "config": model.config,
         "generation": model.generation_config,
         "place": (str(adapter.device), str(adapter.dtype)),

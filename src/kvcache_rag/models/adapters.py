@@ -47,6 +47,9 @@ TRAINING_FILE: Final = f"{TRAINING}.json"
 BLOCKS: Final[Mapping[str, str]] = {"trained_for": "blocks"}
 """Of a model that was fine-tuned under the block mask (TurboRAG, arXiv 2410.07590)."""
 
+ON_QUESTION: Final[Mapping[str, str]] = {"acts_on": "question"}
+"""Of an adapter that is in force for question and answer alone: chunks are the model's own."""
+
 # What was warned of: an adapter's folder, and the model that it was put into.
 _WARNED: Final[set[tuple[str, str]]] = set()
 
@@ -168,9 +171,15 @@ def note_training(config: Any, *, blocks: bool) -> None:
         delattr(config, TRAINING)
 
 
-def write_training(folder: Path) -> None:
-    """Let an adapter say that it was trained for blocks."""
-    (folder / TRAINING_FILE).write_text(json.dumps(BLOCKS, indent=2) + "\n", encoding="utf-8")
+def write_training(folder: Path, *, on_question: bool = False) -> None:
+    """Let an adapter say that it was trained for blocks.
+
+    Args:
+        folder: The adapter's.
+        on_question: Whether it acts on question and answer alone.
+    """
+    said = {**BLOCKS, **(ON_QUESTION if on_question else {})}
+    (folder / TRAINING_FILE).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def _says_blocks(said: Any) -> bool:
@@ -179,10 +188,20 @@ def _says_blocks(said: Any) -> bool:
 
 def trains_blocks(folder: Path) -> bool:
     """Whether an adapter's folder says that it was trained for blocks."""
+    return _says_blocks(_said_training(folder))
+
+
+def trained_on_questions(folder: Path) -> bool:
+    """Whether an adapter's folder says that it acts on question and answer alone."""
+    said = _said_training(folder)
+    return isinstance(said, dict) and ON_QUESTION.items() <= said.items()
+
+
+def _said_training(folder: Path) -> Any:
     try:
-        return _says_blocks(json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8")))
+        return json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def adapter_template(adapter: str | os.PathLike[str]) -> PromptTemplate | None:

@@ -41,6 +41,7 @@ from kvcache_rag.models.language import Abilities, LanguageModel, StoppedError
 from kvcache_rag.models.longrope import settle_frequencies
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.prompt_lookup import ROW_COST
+from kvcache_rag.models.question_adapter import question_adapter
 from kvcache_rag.models.states import (
     RecurrentLayers,
     State,
@@ -99,9 +100,11 @@ class TransformersModel(LanguageModel):
             window: Longest prompt plus answer that is wanted; None for the model's own.
 
         Raises:
-            UnsupportedModelError: If the model is spread over several devices, or partly on none.
+            UnsupportedModelError: If the model is spread over several devices, or partly on none;
+                or has recurrent layers and an adapter for questions.
             InvalidInputError: If it is a PEFT model of learned prompts, or its frequencies cannot
-                be those of so long prompts any more.
+                be those of so long prompts any more; or it was moved since its adapter for
+                questions was put into it.
         """
         model = unwrapped(model)
         _refuse_spread(model)
@@ -125,6 +128,13 @@ class TransformersModel(LanguageModel):
                 self.layout = self._measure()
         except UnsupportedModelError as error:
             self.refusal = str(error)
+        self._adapter = question_adapter(model)
+        if self._adapter is not None:
+            self._adapter.ensure_beside(self.device, self.dtype)
+            self.ensure_attends_only(
+                "and an adapter that acts on questions alone was learned for attention; load the "
+                'model with adapter="none"'
+            )
 
     def _measure(self) -> ModelLayout:
         kinds = layer_kinds(self.model.config)
@@ -243,8 +253,22 @@ class TransformersModel(LanguageModel):
         )
 
     @property
+    def question_adapter(self) -> str:
+        return "" if self._adapter is None else self._adapter.digest
+
+    @contextmanager
+    def on_question(self) -> Iterator[None]:
+        with nullcontext() if self._adapter is None else self._adapter.in_force():
+            yield
+
+    @property
     def _why_no_choice(self) -> str:
         """Why single tokens cannot be computed again; "" if they can."""
+        if self._adapter is not None:
+            return (
+                "the model's adapter acts on questions alone, with which tokens of chunks would be "
+                'computed again; use Reuse() or BestFew(), or adapter="none"'
+            )
         if self.recurrent is not None:
             name, layer = self.config.model_type, self.recurrent.layers[0]
             return (

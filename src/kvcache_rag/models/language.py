@@ -227,6 +227,18 @@ class LanguageModel(ABC):
     def keep_heads(self, tokens: int) -> None:  # noqa: B027  # recurrent layers alone need it
         """From now on keep of chunks what computing so many first tokens again needs."""
 
+    # ---------------------------------------------------------------- an adapter for questions
+
+    @property
+    def question_adapter(self) -> str:
+        """What names its adapter that acts on question and answer alone; "" for none."""
+        return ""
+
+    @contextmanager
+    def on_question(self) -> Iterator[None]:
+        """Let that adapter act: what is computed now is a question about documents, or answers."""
+        yield
+
     # ---------------------------------------------------------------- how far it reads
 
     @property

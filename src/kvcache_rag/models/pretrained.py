@@ -23,12 +23,14 @@ from kvcache_rag.models.adapters import (
     is_adapter,
     merged,
     trained_for_blocks,
+    trained_on_questions,
     with_adapter,
 )
 from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.merges import KeptMerge
 from kvcache_rag.models.model_names import SUFFIX, chosen_adapter, offline_options, resolve
+from kvcache_rag.models.question_adapter import put_question_adapter
 from kvcache_rag.models.weight_formats import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.prompt.known_templates import template_for_model
 from kvcache_rag.prompt.template import PromptTemplate
@@ -162,7 +164,7 @@ def load(
                 folder, dtype=dtype, device=device, options=options, tokenizer=tokenizer
             )
             if adapter is not None:
-                loaded = merged(with_adapter(loaded[0], adapter, os.fspath(name))), loaded[1]
+                loaded = _changed_by(loaded[0], adapter, os.fspath(name)), loaded[1]
         else:
             how = (resolved, os.fspath(name), dtype, device, options, tokenizer)
             loaded = _plain(*how) if adapter is None else _merged(adapter, *how)
@@ -222,6 +224,9 @@ def fitted(
             "leave weight_format out, or name the model and its adapter"
         )
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    if trained_on_questions(adapter_folder(adapter)):
+        put = put_question_adapter(model, adapter_folder(adapter), name)
+        return put, adapter_template(adapter)
     return with_adapter(model, adapter, name), adapter_template(adapter)
 
 
@@ -278,7 +283,15 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
             f"{folder} is an adapter for {base!r}, which cannot be loaded: {error}; name its "
             "model, and this folder as adapter="
         ) from error
-    return merged(with_adapter(model, folder, base)), tokenizer
+    return _changed_by(model, folder, base), tokenizer
+
+
+def _changed_by(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
+    """A model with an adapter in its weights, or beside them if it acts on questions alone."""
+    folder = adapter_folder(adapter)
+    if trained_on_questions(folder):
+        return put_question_adapter(model, folder, name)
+    return merged(with_adapter(model, folder, name))
 
 
 def bundled_template(
@@ -406,12 +419,13 @@ def _merged(
 ) -> tuple[Any, Any]:
     """`_plain` with an adapter in its weights; of a GGUF file both are kept for the next time."""
     kept = None
-    if path.endswith(SUFFIX) and tokenizer is None and not options:
+    is_merged = not trained_on_questions(adapter_folder(adapter))
+    if is_merged and path.endswith(SUFFIX) and tokenizer is None and not options:
         kept = KeptMerge.of(Path(path), adapter_folder(adapter), dtype)
     if kept is not None and (found := kept.load(name)) is not None:
         return _placed(found, device), load_tokenizer(path, {})
     model, tokenizer = _plain(path, name, dtype, device, options, tokenizer)
-    model = merged(with_adapter(model, adapter, name))
+    model = _changed_by(model, adapter, name)
     if kept is not None:
         kept.keep(model)
     return model, tokenizer

@@ -8,6 +8,7 @@ from torch import nn
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.processors import kernels
+from kvcache_rag.models.question_adapter import question_adapter
 from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
         MissingExtraError: If the form needs kvcache-rag-cpu, which is not installed.
     """
     check_weight_format(weight_format)
-    found = kernels()
-    return model if found is None else found.pack(model, weight_format)
+    return _followed(model if (found := kernels()) is None else found.pack(model, weight_format))
 
 
 def check_weight_format(weight_format: str) -> None:
@@ -65,8 +65,14 @@ def check_weight_format(weight_format: str) -> None:
 
 def unpack_weights(model: Any) -> Any:
     """Give a model torch's layers again, with their current numbers."""
-    found = kernels()
-    return model if found is None else found.unpack(model)
+    return _followed(model if (found := kernels()) is None else found.unpack(model))
+
+
+def _followed(model: Any) -> Any:
+    """The model, with what stands in for its layers in their form."""
+    if (adapter := question_adapter(model)) is not None:
+        adapter.follow()
+    return model
 
 
 def parameter_count(model: Any) -> int:

@@ -1,0 +1,131 @@
+"""An adapter that acts on questions alone is trained as it will answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from test_finetune import settings
+from test_finetune_learner import SAMPLE, TEXTS, TOLERANCE, encoder, error
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.models.adapters import trained_on_questions
+from kvcache_rag_lab.finetune import finetune
+from kvcache_rag_lab.finetune.forward import DividedForward, MaskedForward
+from kvcache_rag_lab.finetune.learner import Learner, answer_loss
+from kvcache_rag_lab.finetune.packing import divide
+from kvcache_rag_lab.finetune.sources import Encoded, QAPair, QASample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACTIVATED = {"lora": 4, "keep_adapter": True, "lora_tokens": "question", "plain_share": None}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "gemma3", "mistral window"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build(request.param).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def learner(model: Path, **changes: Any) -> Learner:
+    found = Learner.load(settings(model, Path("unused"), **{**ACTIVATED, **changes}))
+    torch.manual_seed(1)
+    for name, parameter in found.trained.items():
+        if "lora_B" in name:  # else it does nothing yet
+            torch.nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def gradients(of: Learner, logits: Tensor, batch: Any) -> dict[str, Tensor]:
+    torch.autograd.backward(answer_loss(logits, batch))
+    found = {name: value.grad.clone() for name, value in of.trained.items() if value.grad is not None}
+    of.adapter.model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["reordered", "composite"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_two_passes_are_one_in_which_the_adapter_heeds_questions_alone(
+    model: Path, scheme: Any, joined: bool
+) -> None:
+    of = learner(model, positions=scheme)
+    sample = encoder(of).qa(SAMPLE)
+    sample = sample.joined if joined else sample
+    found = of.batch([sample])
+    logits = of.logits(found)
+    # The specification: one masked pass, and the adapter's part of every layer times 0 or 1.
+    plain = MaskedForward(of.adapter, scheme, torch.float32)
+    batch = plain.batch([sample])
+    acts = torch.zeros(batch.ids.shape[1])
+    acts[-batch.kept :] = 1
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, given: given * acts[None, :, None])
+        for name, module in of.adapter.model.named_modules()
+        if name.endswith("lora_B.default")
+    ]
+    expected = plain.logits(batch)
+    wanted = gradients(of, expected, batch)
+    for hook in hooks:
+        hook.remove()
+    assert error(logits.detach(), expected.detach()) < TOLERANCE
+    everywhere = plain.logits(batch).detach()
+    assert error(everywhere, expected.detach()) > 10 * TOLERANCE, "it could act on chunks, too"
+    mine = gradients(of, logits, found)
+    assert mine.keys() == wanted.keys() == of.trained.keys()
+    for name, grad in wanted.items():
+        assert error(mine[name], grad) < TOLERANCE, name
+
+
+def test_padding_of_context_and_questions_changes_nothing(model: Path) -> None:
+    of = learner(model)
+    samples = [encoder(of).qa(SAMPLE), encoder(of).qa(QASample(TEXTS[:1], (QAPair("Why?", "so"),)))]
+    with of.measuring():
+        together = of.logits(of.batch(samples))
+        for row, sample in enumerate(samples):
+            alone = of.logits(of.batch([sample]))[0]
+            assert error(together[row][-len(alone) :], alone) < TOLERANCE
+            padded = divide(sample, "reordered", 64)
+            assert padded.context % 64 == padded.asked % 64 == 0
+            forward = of.forward
+            assert isinstance(forward, DividedForward)
+            assert error(forward._row(padded)[-len(alone) :], alone) < TOLERANCE
+    (bare,) = of.forward.batch([Encoded((), (), samples[1].spans)]).rows  # type: ignore[attr-defined]
+    assert bare.context == 0
+    assert forward._row(bare).shape[0] == bare.asked
+
+
+def test_a_run_measures_what_it_changes_and_says_where_it_acts(tmp_path: Path, model: Path) -> None:
+    config = settings(model, tmp_path / "out", **ACTIVATED)
+    report = finetune(config)
+    assert report.before.keys() == report.after.keys() == {"full", "block"}
+    assert len(report.verdict) == 1
+    assert trained_on_questions(config.out)
+    assert not trained_on_questions(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": 0, "keep_adapter": False}, "set lora to their rank"),
+        ({"keep_adapter": False}, "set keep_adapter"),
+        ({"plain_share": 0.3}, "set plain_share to 0"),
+        ({"gradient_checkpointing": True}, "leave out gradient_checkpointing"),
+    ],
+)
+def test_what_cannot_act_on_questions_alone_is_refused(changes: Any, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=f'lora_tokens="question" .*{said}'):
+        settings(Path("m"), Path("unused"), **{**ACTIVATED, **changes})
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    build("bamba").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match='set lora_tokens to "all"'):
+        learner(tmp_path)

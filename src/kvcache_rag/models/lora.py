@@ -1,0 +1,101 @@
+"""The matrices of a low-rank adapter (LoRA, arXiv 2106.09685) as PEFT's `save_pretrained` wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.adapters import CONFIG, WEIGHTS, base_of
+from kvcache_rag.models.kept import file_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+_PREFIX: Final = "base_model.model."
+# What an adapter of low rank may ask for besides.
+_MORE: Final = (
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraPair:
+    """What is added to the weights of one linear layer: `factor * up @ down`.
+
+    Attributes:
+        down: `(rank, inputs)`.
+        up: `(outputs, rank)`.
+        factor: By which the product is multiplied.
+    """
+
+    down: Tensor
+    up: Tensor
+    factor: float
+
+
+def lora_digest(folder: Path) -> str:
+    """What names an adapter: its weights and its config."""
+    config = (folder / CONFIG).read_bytes()
+    return hashlib.sha256(config + file_digest(folder / WEIGHTS).encode()).hexdigest()
+
+
+def read_lora(folder: Path, who: str, instead: str) -> dict[str, LoraPair]:
+    """The matrices of an adapter by the paths of its modules.
+
+    Args:
+        folder: The adapter's.
+        who: Takes them, for messages.
+        instead: What to do with an adapter that is more than such matrices.
+
+    Raises:
+        InvalidInputError: If it is no adapter of low rank, or more than that.
+    """
+    from safetensors.torch import load_file
+
+    base_of(folder)  # says what is wrong with a folder that holds none
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    asked = [name for name in _MORE if config.get(name)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or asked:
+        why = f"{asked[0]} is set" if asked else f"it is of kind {config.get('peft_type')}"
+        raise InvalidInputError(
+            f"{who} adapters of low rank (LoRA) as they are, and of {folder} {why}; {instead}"
+        )
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise InvalidInputError(f"{folder} has no {WEIGHTS}; save the adapter with PEFT once more")
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        module, _, which = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        found.setdefault(module, {})[which] = tensor
+    pairs = {}
+    for module, parts in found.items():
+        if parts.keys() != {"lora_A", "lora_B"}:
+            raise InvalidInputError(
+                f"{folder} has more than matrices of low rank for {module} ({', '.join(parts)}); "
+                f"{instead}"
+            )
+        down, up = parts["lora_A"], parts["lora_B"]
+        pairs[module] = LoraPair(down, up, _factor(config, module, down.shape[0]))
+    return pairs
+
+
+def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alphas: Mapping[str, Any] = config.get("alpha_pattern") or {}
+    own = next((alphas[key] for key in alphas if module.endswith(key)), None)
+    alpha = float(config.get("lora_alpha") or 1) if own is None else float(own)
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
