@@ -17,6 +17,8 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, Reuse
 from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models import pack_weights, unpack_weights
+from kvcache_rag.models.adapters import write_training
+from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
 from kvcache_rag.models.weights import Weights, model_identity
 from kvcache_rag_cpu import linears
 from kvcache_rag_cpu.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
@@ -482,3 +484,35 @@ def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:
     expected = make_engine(pack_weights(model.merge_and_unload(), "int8"))
     assert error(logits(adapted.model), logits(expected.model)) < TOLERANCE
     assert adapted.keys(TEXTS) != Engine.from_pretrained(base, **common).keys(TEXTS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_adapter_for_questions_is_packed_beside_the_model(name: Any, tmp_path: Path) -> None:
+    model = get_peft_model(make(bias=True), LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    with torch.no_grad():
+        for weight_name, parameter in model.named_parameters():
+            if "lora_B" in weight_name:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    write_training(tmp_path, on_question=True)
+    plain = put_question_adapter(make(bias=True), tmp_path, "m")
+    packed = pack_weights(put_question_adapter(make(bias=True), tmp_path, "m"), name)
+    later = put_question_adapter(pack_weights(make(bias=True)), tmp_path, "m")
+    ids = torch.arange(3, 12)[None]
+    found = {}
+    for kind, one in {"plain": plain, "packed": packed, "later": later}.items():
+        adapter = question_adapter(one)
+        assert adapter is not None
+        without = logits(one)
+        with adapter.in_force(), torch.no_grad():
+            found[kind] = one(ids).logits.float()
+        assert torch.equal(logits(one), without)
+    assert error(found["packed"], found["plain"]) < {"prepacked": 0.05, "int8": 0.1}.get(name, 0.5)
+    assert error(found["later"], found["plain"]) < 0.05
+    with question_adapter(packed).in_force():  # type: ignore[union-attr]
+        layer = packed.model.layers[0].self_attn.q_proj
+        assert isinstance(layer.forward._other, FORMS[name])
+    spoken = [make_engine(one).logits(QUESTION, TEXTS) for one in (plain, packed)]
+    assert error(spoken[1], spoken[0]) < {"prepacked": 0.05, "int8": 0.1}.get(name, 0.5)
+    unpack_weights(packed)
+    assert isinstance(packed.model.layers[0].self_attn.q_proj.forward._other, nn.Linear)

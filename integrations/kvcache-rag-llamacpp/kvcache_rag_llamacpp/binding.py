@@ -205,10 +205,15 @@ class LlamaCpp:
         self.begun = self.cells = self.sequences = self.together = 0
         self._free_context: Any = None
         self._adapter: Any = None
+        self._acts = False
         self._abort: Any = None
 
-    def adapt(self, path: Path) -> None:
-        """Put an adapter into all contexts from now on.
+    def adapt(self, path: Path, *, acts: bool = True) -> None:
+        """Load an adapter for all contexts from now on.
+
+        Args:
+            path: Its file.
+            acts: Whether it is in force until something else is said (`set_acting`).
 
         Raises:
             InvalidInputError: If llama.cpp cannot read it, or it does not fit.
@@ -216,7 +221,21 @@ class LlamaCpp:
         self._adapter = self.lib.llama_adapter_lora_init(self.model, os.fsencode(path))
         if not self._adapter:  # freed with the model
             raise InvalidInputError(f"the adapter does not fit the model {self.path.name}")
+        self._acts = acts
         self.close_context()
+
+    def set_acting(self, *, acts: bool) -> None:
+        """Let the adapter be in force, or out of it."""
+        if acts != self._acts and self._adapter:
+            self._acts = acts
+            if self.context:
+                self._put_adapter(self.context)
+
+    def _put_adapter(self, context: Any) -> None:
+        lib, count = self.lib, int(self._acts)
+        one = (lib.llama_adapter_lora_p_ctypes * 1)(self._adapter)
+        if lib.llama_set_adapters_lora(context, one, count, (ctypes.c_float * 1)(1.0)):
+            raise RuntimeError("llama.cpp could not put the adapter into a context")
 
     # ---------------------------------------------------------------- what the file says
 
@@ -346,9 +365,7 @@ class LlamaCpp:
             )
         self.context, self.cells, self.sequences = made, cells, sequences
         if self._adapter:
-            one = (lib.llama_adapter_lora_p_ctypes * 1)(self._adapter)
-            if lib.llama_set_adapters_lora(made, one, 1, (ctypes.c_float * 1)(1.0)):
-                raise RuntimeError("llama.cpp could not put the adapter into a context")
+            self._put_adapter(made)
         self._free_context = weakref.finalize(self, lib.llama_free, made)
         self._memory = lib.llama_get_memory(made)
         self._limit = int(lib.llama_n_batch(made))

@@ -30,6 +30,7 @@ class LlamaCppForCausalLM:
         rope_factors: The file's factors of rotary frequencies by name, float32 `(dim / 2,)`.
         file_digest: SHA-256 of the file.
         adapter_digest: Digest of its adapter; "" for none.
+        is_adapter_for_questions: Whether that acts on question and answer alone.
         config: Its known settings, under transformers' names.
         generation_config: Likewise.
     """
@@ -58,6 +59,7 @@ class LlamaCppForCausalLM:
         self.generation_config = GenerationConfig(eos_token_id=ends)
         self.rope_factors, self.file_digest = dict(rope_factors), file_digest
         self.adapter_digest = ""
+        self.is_adapter_for_questions = False
 
     @property
     def kvcache_backend(self) -> LlamaCppBackend:

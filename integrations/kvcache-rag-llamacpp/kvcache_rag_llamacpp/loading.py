@@ -12,10 +12,12 @@ from kvcache_rag.models.adapters import (
     adapter_folder,
     compare_base,
     note_training,
+    trained_on_questions,
     trains_blocks,
 )
 from kvcache_rag.models.gguf import GgufHeader
 from kvcache_rag.models.kept import file_digest
+from kvcache_rag.models.lora import lora_digest
 from kvcache_rag.models.model_names import resolve
 from kvcache_rag.models.pretrained import gguf_of, load_tokenizer, named_device, note_name
 from kvcache_rag_llamacpp.adapters import adapter_file
@@ -130,9 +132,10 @@ def _adapt(model: LlamaCppForCausalLM, folder: Path, name: str) -> None:
         heads=llama.heads,
         halves=llama.rotates_halves,
     ) as path:
-        llama.adapt(path)
+        llama.adapt(path, acts=not trained_on_questions(folder))
     compare_base(model, folder, name)
-    model.adapter_digest = adapter_digest(folder)
+    model.adapter_digest = lora_digest(folder)
+    model.is_adapter_for_questions = trained_on_questions(folder)
     note_training(model.config, blocks=trains_blocks(folder))
 
 

@@ -441,6 +441,21 @@ class LlamaCppModel(LanguageModel):
         finally:
             self.llama.stop_when(None)
 
+    @property
+    def question_adapter(self) -> str:
+        return self.model.adapter_digest if self.model.is_adapter_for_questions else ""
+
+    @contextmanager
+    def on_question(self) -> Iterator[None]:
+        if not self.question_adapter:
+            yield
+            return
+        self.llama.set_acting(acts=True)
+        try:
+            yield
+        finally:
+            self.llama.set_acting(acts=False)
+
     def forget(self) -> None:
         self.llama.empty(wipe=True)
         self.llama.close_context()
@@ -564,6 +579,7 @@ class _Weights:
 
     def __init__(self, model: LlamaCppForCausalLM) -> None:
         llama = model.llama
+        in_chunks = "" if model.is_adapter_for_questions else model.adapter_digest
         self.identity: dict[str, Any] = {
             "type": llama.architecture,
             "gguf": model.file_digest,
@@ -571,7 +587,7 @@ class _Weights:
             "cache": llama.options.cache_type,
             "flash": llama.options.flash,
             "long": bool(llama.options.least),
-            **({"adapter": model.adapter_digest} if model.adapter_digest else {}),
+            **({"adapter": in_chunks} if in_chunks else {}),
         }
 
     def are_unchanged(self) -> bool:

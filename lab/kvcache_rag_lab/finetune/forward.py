@@ -26,7 +26,7 @@ from kvcache_rag.models.rotation import KeyRotation
 from kvcache_rag.models.states import State
 from kvcache_rag.stitching.states import compose
 from kvcache_rag.stitching.stitch import first_positions
-from kvcache_rag_lab.finetune.packing import Batch, MaskedBatch, divide, marked, pack
+from kvcache_rag_lab.finetune.packing import IGNORED, Batch, MaskedBatch, divide, marked, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,6 +113,8 @@ class MaskedForward:
 class DividedBatch(Batch):
     """Samples whose contexts are computed apart from their questions.
 
+    Labels and segments are of tokens that are learned, and of no others.
+
     Attributes:
         rows: One per sample.
     """
@@ -146,24 +148,24 @@ class DividedForward:
         """Samples one after the other."""
         multiple = _multiple(self.dtype)
         rows = tuple(divide(sample, self.positions, multiple) for sample in samples)
-        kept = max(row.asked for row in rows)
-        tokens = sum(row.tokens for row in rows)
-        return DividedBatch(*marked(samples, kept), tokens, rows)
+        labels = _ended_together([row.labels for row in rows], IGNORED)
+        segments = _ended_together([row.segments for row in rows], -1)
+        return DividedBatch(labels, segments, sum(row.tokens for row in rows), rows)
 
     def logits(self, batch: DividedBatch) -> Tensor:
-        """Logits of all questions and answers, `(rows, kept, vocabulary)`."""
+        """Logits of what predicts a token of an answer, `(rows, kept, vocabulary)`."""
         rows = [self._row(row) for row in batch.rows]
         return torch.stack([functional.pad(row, (0, 0, batch.kept - len(row), 0)) for row in rows])
 
     def _row(self, row: Divided) -> Tensor:
-        """Logits `(asked, vocabulary)`."""
+        """Logits `(learned, vocabulary)`; of all others the output layer would take its time."""
         cache, first = growing_cache(self.adapter.measured.kinds), row.context
         if first:
             with torch.no_grad(), self.untouched():
                 self._pass(row, cache, 0, first, keep=1)
-        return self._pass(row, cache, first, len(row.ids), keep=0)[0]
+        return self._pass(row, cache, first, len(row.ids), keep=row.learned)[0]
 
-    def _pass(self, row: Divided, cache: Any, first: int, last: int, keep: int) -> Tensor:
+    def _pass(self, row: Divided, cache: Any, first: int, last: int, keep: int | Tensor) -> Tensor:
         here = slice(first, last)
         mask = self.adapter.mask_argument(
             row.allowed[here, :last], row.indices[here], row.indices[:last]
@@ -171,6 +173,12 @@ class DividedForward:
         return self.adapter.graded(
             row.ids[None, here], cache, row.positions[here], mask=mask, keep=keep
         )
+
+
+def _ended_together(rows: Sequence[Tensor], padding: int) -> Tensor:
+    """`(rows, longest)`, padded on the left."""
+    longest = max(map(len, rows))
+    return torch.stack([functional.pad(row, (longest - len(row), 0), value=padding) for row in rows])
 
 
 def _multiple(dtype: torch.dtype) -> int:

@@ -236,6 +236,9 @@ class Divided:
         indices: The same of places in the prompt, which windows count.
         allowed: `(context + asked, context + asked)` bool: what each token may see.
         asked: Tokens of the questions, padding included.
+        learned: `(learned,)` int64 places, among those asked, of tokens that predict an answer.
+        labels: `(learned,)` int64: what they predict.
+        segments: `(learned,)` int64: of which question.
         tokens: Tokens that are not padding.
     """
 
@@ -244,6 +247,9 @@ class Divided:
     indices: Tensor
     allowed: Tensor
     asked: int
+    learned: Tensor
+    labels: Tensor
+    segments: Tensor
     tokens: int
 
     @property
@@ -276,7 +282,10 @@ def divide(sample: Encoded, scheme: PositionScheme, multiple: int = 1) -> Divide
     # Padding sees itself, because a row that sees nothing has no softmax.
     allowed = torch.eye(len(ids), dtype=torch.bool)
     allowed[places[:, None], places[None]] = row.allowed
-    return Divided(ids, positions, indices, allowed, padded[1], len(row.ids))
+    labels, segments = marked([sample], padded[1])
+    learned = (labels[0] != IGNORED).nonzero().flatten()
+    told = (learned, labels[0, learned], segments[0, learned])
+    return Divided(ids, positions, indices, allowed, padded[1], *told, len(row.ids))
 
 
 def marked(samples: Sequence[Encoded], kept: int) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ class TransformersModel(LanguageModel):
             UnsupportedModelError: If the model is spread over several devices, or partly on none;
                 or has recurrent layers and an adapter for questions.
             InvalidInputError: If it is a PEFT model of learned prompts, or its frequencies cannot
-                be those of so long prompts any more; or it was moved since its adapter for
+                be those of so long prompts any more; or it was cast since its adapter for
                 questions was put into it.
         """
         model = unwrapped(model)
@@ -130,7 +130,7 @@ class TransformersModel(LanguageModel):
             self.refusal = str(error)
         self._adapter = question_adapter(model)
         if self._adapter is not None:
-            self._adapter.ensure_beside(self.device, self.dtype)
+            self._adapter.move_to(self.device, self.dtype)
             self.ensure_attends_only(
                 "and an adapter that acts on questions alone was learned for attention; load the "
                 'model with adapter="none"'
@@ -386,14 +386,18 @@ class TransformersModel(LanguageModel):
         positions: Tensor,
         *,
         mask: Tensor | dict[str, Tensor] | None = None,
-        keep: int = 0,
+        keep: int | Tensor = 0,
     ) -> Tensor:
-        """The same with gradients where they are on, in whatever mode the model is."""
+        """The same with gradients where they are on, in whatever mode the model is.
+
+        Logits may also be kept of single tokens, `(kept,)` int64 indices of the n.
+        """
         arguments: dict[str, Any] = {self._cache_name: self.taken(cache)}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
             arguments["position_ids"] = rows.to(self.device)  # (rows, n)
-        if self._takes_keep and keep:
+        is_some = isinstance(keep, Tensor) or keep > 0
+        if self._takes_keep and is_some:
             arguments["logits_to_keep"] = keep
         # Of one token, and of a pass that begins, nothing has to be carried on.
         is_carried = self.recurrent is not None and cache is not None and ids.shape[1] > 1
@@ -407,7 +411,9 @@ class TransformersModel(LanguageModel):
         if isinstance(cache, RecurrentCache):
             cache.held += ids.shape[1]
         logits: Tensor = output.logits  # all n of them from a model that cannot be told `keep`
-        return logits[:, -keep:] if keep else logits
+        if isinstance(keep, Tensor):
+            return logits if self._takes_keep else logits[:, keep]
+        return logits[:, -keep:] if is_some else logits
 
     def taken(self, cache: Any) -> Any:
         if type(cache) is Cache:  # None stays what it is

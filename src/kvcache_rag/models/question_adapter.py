@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.adapters import base_of, compare_base, note_training, trains_blocks
 from kvcache_rag.models.lora import LoraPair, lora_digest, read_lora
+from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -83,15 +84,19 @@ class QuestionAdapter:
             self._changed[path] = plain if packed is None else packed(plain)
         self._stand_in()
 
-    def ensure_beside(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise `InvalidInputError` if the model was moved or cast after it was put there."""
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Go where the model has gone.
+
+        Raises:
+            InvalidInputError: If that was cast.
+        """
         for other in self._changed.values():
-            for tensor in other.parameters():
-                if (tensor.device, tensor.dtype) != (device, dtype):
-                    raise InvalidInputError(
-                        f"the model was moved to {device} or cast to {dtype} after its adapter for "
-                        "questions was put into it; load both there"
-                    )
+            if any(tensor.dtype != dtype for tensor in other.parameters()):
+                raise InvalidInputError(
+                    f"the model was cast to {dtype} after its adapter for questions was put into "
+                    "it; load both in that dtype"
+                )
+            other.to(device)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -120,7 +125,8 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
         The model.
 
     Raises:
-        InvalidInputError: If it does not fit, is more than a LoRA, or the model has another one.
+        InvalidInputError: If it does not fit, is more than a LoRA, the model has another one, or
+            its weights are rounded.
     """
     digest, known = lora_digest(folder), question_adapter(model)
     if known is not None:
@@ -130,6 +136,10 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
                 f"{folder}"
             )
         return model
+    from kvcache_rag.models.weight_formats import pack_weights
+
+    is_packed = getattr(model, PACKED, None) is not None
+    pack_weights(model, "plain")
     pairs = read_lora(folder, "questions take", "train it as a plain LoRA")
     made_for = f", which was made for {base_of(folder)!r}," if base_of(folder) else ""
     changed = {}
@@ -144,7 +154,7 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
     compare_base(model, folder, name)
     note_training(model.config, blocks=trains_blocks(folder))
     QuestionAdapter(model, digest, changed)
-    return model
+    return pack_weights(model) if is_packed else model
 
 
 def _layer(model: nn.Module, path: str) -> nn.Module | None:

@@ -12,8 +12,8 @@ from laws import QUESTION, TEXTS, error
 from llamacpp.asking import opened, rounding
 from safetensors.torch import load_file, save_file
 
-from kvcache_rag import FullRecompute, InvalidInputError, Reuse
-from kvcache_rag.models.adapters import CONFIG, WEIGHTS
+from kvcache_rag import BestFew, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag.models.adapters import CONFIG, WEIGHTS, write_training
 from kvcache_rag.models.pretrained import load
 
 if TYPE_CHECKING:
@@ -73,6 +73,28 @@ def test_law_an_adapter_is_that_of_transformers(
         )
         assert error(found, wanted) < rounding(family)
         assert error(without, wanted) > 0.1
+
+
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute(), BestFew()], ids=repr)
+def test_law_an_adapter_for_questions_is_that_of_transformers(
+    family: str, policy: Any, files: Files, tmp_path: Path
+) -> None:
+    path = files(family)
+    folder = write_adapter(path, tmp_path / "adapter")
+    everywhere = opened(path, adapter=folder)
+    write_training(folder, on_question=True)
+    ours, plain = opened(path, adapter=folder), opened(path)
+    assert ours.spec == plain.spec, "its chunks are those of the file"
+    theirs = opened(path, adapter=folder, backend="transformers")
+    found, wanted = (one.logits(QUESTION, TEXTS, policy=policy) for one in (ours, theirs))
+    assert error(found, wanted) < rounding(family)
+    for other in (everywhere, plain):
+        assert error(other.logits(QUESTION, TEXTS, policy=policy), found) > 0.1
+    answer = ours.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+    assert answer.token_ids == (int(found[-1].argmax()),)
+    assert torch.equal(ours.logits(QUESTION), plain.logits(QUESTION))
+    said = [one.generate(QUESTION, max_new_tokens=6).token_ids for one in (ours, plain)]
+    assert said[0] == said[1]
 
 
 def test_chunks_of_an_adapter_are_its_own(files: Files, tmp_path: Path) -> None:
