@@ -67,8 +67,9 @@ def write_gguf(
     norms = ["output_norm"]
     for layer in range(LAYERS):
         norms += [f"blk.{layer}.attn_norm", f"blk.{layer}.ffn_norm"]
-    for name in norms:
-        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+    for name in norms:  # trained in bfloat16
+        values = torch.from_numpy(1 + 0.1 * random.standard_normal(WIDTH)).bfloat16()
+        writer.add_tensor(f"{name}.weight", values.float().numpy())
     _close(writer)
     return path
 

@@ -23,6 +23,8 @@ from kvcache_rag.prompt.template import PromptTemplate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvcache_rag.models.model_marks import ModelMark
+
 _LOG = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -50,6 +52,9 @@ BLOCKS: Final[Mapping[str, str]] = {"trained_for": "blocks"}
 ON_QUESTION: Final[Mapping[str, str]] = {"acts_on": "question"}
 """Of an adapter that is in force for question and answer alone: chunks are the model's own."""
 
+# Behind the names of the hub's repositories of GGUF files.
+_QUANTISED: Final = "-GGUF"
+
 # What was warned of: an adapter's folder, and the model that it was put into.
 _WARNED: Final[set[tuple[str, str]]] = set()
 
@@ -59,12 +64,14 @@ class AdapterBase:
     """The model on which an adapter was trained, as the adapter's folder may say it.
 
     Attributes:
-        model: What it is called.
+        model: What it is called: a short name, or its id on the hub.
         sha256: Digest of its GGUF file.
+        mark: What it is recognised by in another form; None where the adapter says nothing of that.
     """
 
     model: str
     sha256: str
+    mark: ModelMark | None = None
 
     @classmethod
     def read(cls, folder: Path) -> AdapterBase | None:
@@ -78,11 +85,44 @@ class AdapterBase:
             return None
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(check_name("model", values["model"]), check_name("digest", values["sha256"]))
+            name, digest = values["model"], values["sha256"]
+            return cls(check_name("model", name), check_name("digest", digest), _mark(values))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(
                 f'{path} is not of the form {{"model": "name", "sha256": "digest of its file"}}'
             ) from error
+
+
+def _mark(values: Mapping[str, Any]) -> ModelMark | None:
+    if "norms" not in values:
+        return None
+    from kvcache_rag.models.model_marks import ModelMark  # which loads torch
+
+    return ModelMark(int(values["vocabulary"]), str(values["norms"]))
+
+
+def fitting_adapter(name: str, place: Path | None) -> str | None:
+    """The installed adapter that was trained for a model, whatever form its weights have.
+
+    Args:
+        name: Of the model, perhaps its id on the hub.
+        place: Its file or folder; None where it is somewhere else.
+    """
+    for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+        base = None
+        with suppress(InvalidInputError):  # of a damaged package, which nobody asked for
+            base = AdapterBase.read(_installed(point.name, [point]))
+        if base is None or base.mark is None:
+            continue
+        if place is None:
+            is_it = name.removesuffix(_QUANTISED) == base.model
+        else:
+            from kvcache_rag.models.model_marks import mark_of
+
+            is_it = mark_of(place) == base.mark
+        if is_it:
+            return point.name
+    return None
 
 
 def adapter_folder(adapter: str | os.PathLike[str]) -> Path:
@@ -350,10 +390,16 @@ def compare_base(model: Any, folder: Path, name: str) -> None:
     base = AdapterBase.read(folder)
     if base is None or (str(folder), name) in _WARNED:
         return
-    # What a model is loaded from is all that tells: its weights differ with the dtype.
+    # What a model is loaded from tells first: its weights differ with the dtype.
     file = Path(str(getattr(model.config, "_name_or_path", "")))
-    if file.suffix == SUFFIX and file.is_file() and file_digest(file) == base.sha256:
+    is_file = file.suffix == SUFFIX and file.is_file()
+    if is_file and file_digest(file) == base.sha256:
         return
+    if base.mark is not None:
+        from kvcache_rag.models.model_marks import ModelMark, mark_of
+
+        if (mark_of(file) if is_file else ModelMark.from_model(model)) == base.mark:
+            return
     _WARNED.add((str(folder), name))
     _LOG.warning(
         "the adapter %s was trained on %s (SHA-256 %s...), which %s is not known to be: what was "

@@ -145,6 +145,15 @@ class GgufHeader:
                     found[name.removesuffix(".weight")] = torch.tensor(values)
         return found
 
+    def vectors(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of one axis that are not quantised, such as the weights of norms, by name."""
+        with path.open("rb") as file:
+            for name, tensor in self.tensors.items():
+                if len(tensor.shape) == 1 and tensor.kind in _UNQUANTISED:
+                    file.seek(tensor.place)
+                    content = bytearray(file.read(tensor.end - tensor.place))
+                    yield name, torch.frombuffer(content, dtype=_UNQUANTISED[tensor.kind])
+
     def memory(self, dtype: torch.dtype) -> int:
         """Bytes of its weights in memory, dequantised to `dtype`."""
         return self.elements * dtype.itemsize

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, check_name, close_to, expanded
-from kvcache_rag.models.adapters import NO_ADAPTER, is_installed
+from kvcache_rag.models.adapters import NO_ADAPTER, fitting_adapter, is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -149,14 +149,19 @@ def chosen_adapter(
     Args:
         name: Name of the model.
         adapter: The adapter asked for: a folder, an installed name, or "none"; None for the one in
-            `PACKAGED`, if installed.
+            `PACKAGED`, or that was trained for the model, if installed.
     """
     if adapter == NO_ADAPTER:
         return None
+    if adapter is not None:
+        return adapter
     known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
-    if adapter is None and known is not None and is_installed(known.adapter):
-        return known.adapter
-    return adapter
+    if known is not None:
+        return known.adapter if is_installed(known.adapter) else None
+    if str(name) == TINY:
+        return None
+    place = Path(expanded(str(name)))
+    return fitting_adapter(str(name), place if place.exists() else None)
 
 
 def check_spelling(name: str) -> None:
