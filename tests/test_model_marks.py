@@ -1,11 +1,10 @@
-"""A model is recognised in every form of its weights, and gets the adapter that was trained for it."""
+"""A model is recognised in every form of its weights, and gets the adapter made for it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +21,10 @@ from kvcache_rag.models.kept import file_digest
 from kvcache_rag.models.model_marks import ModelMark, mark_of
 from kvcache_rag.models.model_names import chosen_adapter
 from kvcache_rag.models.pretrained import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("gguf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,14 +21,14 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
-from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.adapters import write_training
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -47,7 +46,9 @@ FAMILIES = ("qwen2", "gemma3", "mistral window", "phi3")
 def adapter_of(family: str, place: Path, seed: int = 1) -> Path:
     """A folder with an adapter that changes much."""
     model = build(family)
-    targets = ["qkv_proj", "o_proj"] if family == "phi3" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets = (
+        ["qkv_proj", "o_proj"] if family == "phi3" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
     torch.manual_seed(seed)
@@ -86,7 +87,9 @@ def by_mask(family: str, folder: Path, of: Engine, *, is_block: bool, acts: str)
     """Logits of the question by one masked pass, in which PEFT's layers heed some tokens alone."""
     ids = of.tokenize(QUESTION, TEXTS)
     chunks = ids.chunks if is_block else ()
-    prefix = ids.prefix if is_block else (*ids.prefix, *(one for each in ids.chunks for one in each))
+    prefix = (
+        ids.prefix if is_block else (*ids.prefix, *(one for each in ids.chunks for one in each))
+    )
     row = block_mask(prefix, chunks, ids.query, "reordered")
     adapted = peft.PeftModel.from_pretrained(build(family), str(folder)).eval()
     gate = torch.zeros(len(row.ids))
@@ -184,8 +187,8 @@ def test_prompts_that_go_on_from_another_are_as_if_they_did_not(family: str, fol
 
 
 @pytest.fixture
-def of(tmp_path: Path) -> Iterator[Engine]:
-    yield engine("qwen2", adapter_of("qwen2", tmp_path))
+def of(tmp_path: Path) -> Engine:
+    return engine("qwen2", adapter_of("qwen2", tmp_path))
 
 
 def test_it_acts_in_the_thread_that_answers_alone(of: Engine) -> None:
@@ -226,13 +229,20 @@ def test_answers_of_an_app_are_named_by_it(of: Engine) -> None:
     assert _state(of)["adapter"] != _state(plain)["adapter"] == ""
 
 
+def test_a_verdict_on_the_model_is_none_on_it_with_the_adapter(of: Engine) -> None:
+    plain = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE)
+    assert of.spec == plain.spec
+    with pytest.raises(FingerprintMismatchError, match="with adapter"):
+        plain.identity.ensure_same(of.identity)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder, other = adapter_of("qwen2", tmp_path), adapter_of("qwen2", tmp_path, seed=2)
     model = build("qwen2")
     assert put_question_adapter(model, folder, "m") is put_question_adapter(model, folder, "m")
     with pytest.raises(InvalidInputError, match="another adapter for questions already"):
         put_question_adapter(model, other, "m")
-    with pytest.raises(InvalidInputError, match=r"does not fit the model 'm': it has no plain linear"):
+    with pytest.raises(InvalidInputError, match=r"not fit the model 'm': it has no plain linear"):
         put_question_adapter(build("gpt2"), folder, "m")
-    with pytest.raises(InvalidInputError, match="was cast to torch.bfloat16 after its adapter"):
+    with pytest.raises(InvalidInputError, match=r"was cast to torch\.bfloat16 after its adapter"):
         Engine(model.bfloat16(), byte_tokenizer())

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from test_finetune import settings
+from test_finetune import rows, settings, write_rows
 from test_finetune_learner import SAMPLE, TEXTS, TOLERANCE, encoder, error
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import InvalidInputError
+from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag.cli import main
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.adapters import trained_on_questions
 from kvcache_rag_lab.finetune import finetune
@@ -45,7 +46,9 @@ def learner(model: Path, **changes: Any) -> Learner:
 
 def gradients(of: Learner, logits: Tensor, batch: Any) -> dict[str, Tensor]:
     torch.autograd.backward(answer_loss(logits, batch))
-    found = {name: value.grad.clone() for name, value in of.trained.items() if value.grad is not None}
+    found = {
+        name: value.grad.clone() for name, value in of.trained.items() if value.grad is not None
+    }
     of.adapter.model.zero_grad()
     return found
 
@@ -132,3 +135,21 @@ def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match='set lora_tokens to "all"'):
         learner(tmp_path)
+
+
+def test_the_command_trains_what_an_engine_answers_with(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "qa.jsonl", rows())
+    out = tmp_path / "out"
+    words = ["finetune", str(model), "--data", str(data), "--out", str(out), "--rate", "1e-2"]
+    recipe = ["--lora", "4", "--lora-tokens", "question", "--steps", "4", "--device", "cpu"]
+    assert main([*words, *recipe, "--holdout", "2", "--quiet"]) == 0
+    assert "document questions, stitched" in capsys.readouterr().out
+    plain = Engine.from_pretrained(model)
+    for adapted in (Engine.from_pretrained(out), Engine.from_pretrained(model, adapter=out)):
+        assert adapted.policy == Reuse()
+        assert adapted.spec == plain.spec
+        documents = ["Ada has 3.", "Bob has 4."]
+        found, wanted = (one.logits("What?", documents, policy=Reuse()) for one in (adapted, plain))
+        assert error(found, wanted) > TOLERANCE

@@ -20,6 +20,7 @@ _REORDERED: Final = ("attn_q.weight", "attn_k.weight")
 # Architectures of which that is known; the other way round, halves are as in transformers.
 _NEIGHBOURS: Final = ("llama",)
 
+
 @contextmanager
 def adapter_file(
     folder: Path, *, architecture: str, layers: int, heads: tuple[int, int], halves: bool

@@ -134,9 +134,7 @@ class SequenceContextBuilder(ContextBuilder):
         super().__init__(*args)
         self._kept = None if self.memory.limit == 0 else KeptSequence(self.model.llama)
 
-    def computed(
-        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
-    ) -> Context:
+    def computed(self, rows: Sequence[ContextRow], request: Request, documents: int = 0) -> Context:
         plain, row, kept = super().computed(rows, request), rows[0], self._kept
         if kept is None or len(rows) > 1 or uses_beams(request.options):
             return plain

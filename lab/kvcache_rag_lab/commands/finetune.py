@@ -109,6 +109,13 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         help="train adapters (default: all weights)",
     )
     recipe.add_argument(
+        "--lora-tokens",
+        choices=("all", "question"),
+        default="all",
+        help="where adapters act (all); question: on question and answer alone, --keep-adapter "
+        "implied: chunks are the model's own",
+    )
+    recipe.add_argument(
         "--keep-adapter", action="store_true", help="write the adapter alone, not a merged model"
     )
 
@@ -165,11 +172,12 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
     same = (
         *("model", "out", "work", "plain", "positions", "block_share"),
         *("both_masks", "plain_share", "steps", "batch_tokens", "accumulate", "rate", "warm_up"),
-        *("weight_decay", "clip", "lora", "keep_adapter", "precision", "gradient_checkpointing"),
+        *("weight_decay", "clip", "lora", "lora_tokens", "precision", "gradient_checkpointing"),
         *("attention", "seed", "holdout", "save_every", "device"),
     )
     return FinetuneConfig(
         data=JsonlData(arguments.data, arguments.per_context),
+        keep_adapter=arguments.keep_adapter or arguments.lora_tokens == "question",
         **{name: getattr(arguments, name) for name in same},
     )
 

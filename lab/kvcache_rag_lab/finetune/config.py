@@ -184,7 +184,11 @@ class FinetuneConfig:
         """What the weights depend on besides the data, as plain values."""
         elsewhere = ("out", "work", "save_every", "checkpoint", "resume")
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        for name in ("lora_modules", "lora_tokens", "packet"):  # runs that began before there was a choice go on
+        for name in (
+            "lora_modules",
+            "lora_tokens",
+            "packet",
+        ):  # runs that began before there was a choice go on
             if values[name] == getattr(FinetuneConfig, name):
                 del values[name]
         # Those that began when there was another objective, too.

@@ -178,7 +178,9 @@ class DividedForward:
 def _ended_together(rows: Sequence[Tensor], padding: int) -> Tensor:
     """`(rows, longest)`, padded on the left."""
     longest = max(map(len, rows))
-    return torch.stack([functional.pad(row, (longest - len(row), 0), value=padding) for row in rows])
+    return torch.stack(
+        [functional.pad(row, (longest - len(row), 0), value=padding) for row in rows]
+    )
 
 
 def _multiple(dtype: torch.dtype) -> int:

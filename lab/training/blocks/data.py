@@ -113,7 +113,9 @@ def learned(squad: Squad, own: Own) -> Iterator[Row]:
         ]
         asked = [_in_own_words(own, gold, each) for each in mine]
         if others:
-            further = [_in_own_words(own, place, each) for place in others for each in squad.asked[place]]
+            further = [
+                _in_own_words(own, place, each) for place in others for each in squad.asked[place]
+            ]
             asked += rng.sample(further, min(OTHERS, len(further)))
             asked.append(_both(rng.choice(mine), rng.choice(squad.asked[rng.choice(others)])))
         answers = [one for _, each in asked for part in each for one in part.split("; ")]

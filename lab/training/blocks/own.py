@@ -60,9 +60,7 @@ def write_answers(model: str, squad: Squad, out: Path, count: int, device: str |
     golds = golds_of(squad)
     random.Random("blocks/own").shuffle(golds)
     # Those of a paragraph one behind the other: it is prefilled once.
-    asked = [
-        (gold, question, answers) for gold in golds for question, answers in squad.asked[gold]
-    ]
+    asked = [(gold, question, answers) for gold in golds for question, answers in squad.asked[gold]]
     engine = cache(partial(Engine.from_pretrained, model, device=device, adapter=NO_ADAPTER))
 
     def ask(number: int) -> list[Row]:

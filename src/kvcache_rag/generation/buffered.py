@@ -152,9 +152,7 @@ class BufferContextBuilder(ContextBuilder):
                 why = str(error)
         return self._copied(prompts, why)
 
-    def computed(
-        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
-    ) -> Context:
+    def computed(self, rows: Sequence[ContextRow], request: Request, documents: int = 0) -> Context:
         limit = self.model.measured.limit
         width = max(len(row.ids) for row in rows)
         tokens = width + request.max_new_tokens

@@ -284,9 +284,7 @@ class ContextBuilder(ABC):
                 ]
             )
 
-    def computed(
-        self, rows: Sequence[ContextRow], request: Request, documents: int = 0
-    ) -> Context:
+    def computed(self, rows: Sequence[ContextRow], request: Request, documents: int = 0) -> Context:
         """Prompts of which everything is computed.
 
         Args:

@@ -36,15 +36,17 @@ _PROBES = ("Where is it?", "In the first place.")
 
 def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
     """What a verdict on this model, prefix, template and storage is about."""
-    description = prefiller.description
+    description, adapter = prefiller.description, prefiller.model.question_adapter
+    # Its chunks are those of the model without it, and its answers are not.
+    with_adapter, behind = (f" with adapter {adapter[:12]}", f"+{adapter}") if adapter else ("", "")
     return Identity(
-        model=str(description.get("model")),
-        revision=str(description.get("revision")),
+        model=f"{description.get('model')}{with_adapter}",
+        revision=f"{description.get('revision')}{behind}",
         codec=str(description.get("codec")),
         dtype=_dtype(description),
         prefix=str(description.get("prefix_digest")),
         template=template_digest(renderer),
-        spec=prefiller.spec,
+        spec=f"{prefiller.spec}{behind}",
     )
 
 

@@ -23,7 +23,7 @@ from kvcache_rag.models.kept import file_digest, kept_folder, kept_or_made, read
 from kvcache_rag.models.processors import multiplies_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _LOG = logging.getLogger(__name__)

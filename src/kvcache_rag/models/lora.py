@@ -1,4 +1,4 @@
-"""The matrices of a low-rank adapter (LoRA, arXiv 2106.09685) as PEFT's `save_pretrained` wrote it."""
+"""The matrices of a low-rank adapter (LoRA, arXiv 2106.09685) in the folder that PEFT wrote."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,6 +14,7 @@ from kvcache_rag.models.gguf import GgufHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from torch import Tensor
     from typing_extensions import Self

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from kvcache_rag.models.lora import LoraPair, lora_digest, read_lora
 from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 _ATTRIBUTE: Final = "_kvcache_rag_question_adapter"
@@ -44,9 +44,12 @@ class _Either:
         self._own = type(layer).forward
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        found: Tensor
         if _HERE.adapter is self._adapter:
-            return self._other(inputs)  # type: ignore[no-any-return]
-        return self._own(self._layer, inputs)  # type: ignore[no-any-return]
+            found = self._other(inputs)
+        else:
+            found = self._own(self._layer, inputs)
+        return found
 
 
 class QuestionAdapter:
@@ -79,7 +82,9 @@ class QuestionAdapter:
         """Keep the weights as those beside them are kept now."""
         for path, other in self._changed.items():
             layer = self._model.get_submodule(path)
-            plain = other.plain() if hasattr(other, "plain") else other
+            unpacked: Callable[[], nn.Module] | None = getattr(other, "plain", None)
+            plain = other if unpacked is None else unpacked()
+            packed: Callable[[nn.Module], nn.Module] | None
             packed = getattr(type(layer), "from_linear", None)
             self._changed[path] = plain if packed is None else packed(plain)
         self._stand_in()
@@ -110,7 +115,8 @@ class QuestionAdapter:
 
 def question_adapter(model: Any) -> QuestionAdapter | None:
     """The adapter of a model that acts on questions alone; None for none."""
-    return vars(model).get(_ATTRIBUTE)
+    found: QuestionAdapter | None = vars(model).get(_ATTRIBUTE)
+    return found
 
 
 def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
@@ -144,8 +150,8 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
     made_for = f", which was made for {base_of(folder)!r}," if base_of(folder) else ""
     changed = {}
     for path, pair in pairs.items():
-        layer = _layer(model, path)
-        if type(layer) is not nn.Linear or layer.weight.shape != (len(pair.up), pair.down.shape[1]):
+        layer, shape = _layer(model, path), (len(pair.up), pair.down.shape[1])
+        if layer is None or layer.weight.shape != shape:
             raise InvalidInputError(
                 f"the adapter {folder}{made_for} does not fit the model {name!r}: it has no plain "
                 f"linear layer {path} of {pair.down.shape[1]} inputs and {len(pair.up)} outputs"
@@ -157,11 +163,14 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
     return pack_weights(model) if is_packed else model
 
 
-def _layer(model: nn.Module, path: str) -> nn.Module | None:
+def _layer(model: nn.Module, path: str) -> nn.Linear | None:
+    """The linear layer at a path; None if there is none, or one that does more than its product."""
     try:
-        return model.get_submodule(path)
+        found = model.get_submodule(path)
     except AttributeError:
         return None
+    is_plain = type(found) is nn.Linear and "forward" not in vars(found)
+    return cast("nn.Linear", found) if is_plain else None
 
 
 def _with_product(layer: nn.Linear, pair: LoraPair) -> nn.Linear:
