@@ -324,7 +324,7 @@ def test_a_large_one_is_not_kept(
     written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
     if scarce == "disk":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     else:
         monkeypatch.setattr(kept, scarce, 1000)
     assert ask(Engine.from_pretrained(written))
