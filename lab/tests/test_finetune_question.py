@@ -11,15 +11,16 @@ from test_finetune import rows, settings, write_rows
 from test_finetune_learner import SAMPLE, TEXTS, TOLERANCE, encoder, error
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, Reuse
+from kvcache_rag import Engine, InvalidInputError, PromptTemplate, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.adapters import trained_on_questions
+from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag_lab.finetune import finetune
 from kvcache_rag_lab.finetune.forward import DividedForward, MaskedForward
-from kvcache_rag_lab.finetune.learner import Learner, answer_loss
-from kvcache_rag_lab.finetune.packing import IGNORED, divide
-from kvcache_rag_lab.finetune.sources import Encoded, QAPair, QASample
+from kvcache_rag_lab.finetune.learner import Learner, answer_loss, distillation_loss
+from kvcache_rag_lab.finetune.packing import IGNORED, Feed, divide
+from kvcache_rag_lab.finetune.sources import Encoded, Encoder, QAPair, QASample, open_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,3 +154,55 @@ def test_the_command_trains_what_an_engine_answers_with(
         documents = ["Ada has 3.", "Bob has 4."]
         found, wanted = (one.logits("What?", documents, policy=Reuse()) for one in (adapted, plain))
         assert error(found, wanted) > TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_tokens": "all", "plain_share": 0.0}])
+def test_a_model_distils_what_it_makes_of_the_whole_context(model: Path, changes: Any) -> None:
+    of = learner(model, objective="distillation", **changes)
+    sample = encoder(of).qa(SAMPLE)
+    with of.measuring():
+        batch, full = of.batch([sample]), of.batch([sample.joined])
+        teacher, own = of.teacher_logits([sample]), of.logits(batch)
+        learned = batch.labels != IGNORED
+        with of.peft.disable_adapter():
+            assert error(teacher[learned], of.logits(full)[learned]) < TOLERANCE
+            stitched = of.logits(batch)
+        assert error(stitched[learned], teacher[learned]) > 10 * TOLERANCE
+        wanted = torch.nn.functional.kl_div(
+            own[learned].log_softmax(-1),
+            teacher[learned].log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        assert float(distillation_loss(own, teacher, batch)) == pytest.approx(
+            float(wanted), rel=1e-4
+        )
+        assert float(distillation_loss(teacher, teacher, batch)) == pytest.approx(0, abs=1e-6)
+    torch.autograd.backward(distillation_loss(of.logits(batch), teacher, batch))
+    assert all(value.grad is not None for value in of.trained.values())
+
+
+def test_distillation_brings_stitched_chunks_nearer_to_full_prefill(
+    tmp_path: Path, model: Path
+) -> None:
+    config = settings(
+        model, tmp_path / "out", **ACTIVATED, objective="distillation", steps=40, rate=2e-3
+    )
+    report = finetune(config)
+    assert report.after["block"].loss < 0.9 * report.before["block"].loss
+    assert report.before["full"].loss == pytest.approx(0, abs=1e-5), "it is its own teacher"
+
+
+def test_instructions_take_turns(model: Path, tmp_path: Path) -> None:
+    said = ("Read.", "Look here:")
+    config = settings(model, tmp_path / "out", **ACTIVATED, instructions=said)
+    data = open_data(config.data, None, seed=0, holdout=2)
+    tokenizer = byte_tokenizer()
+    encoders = [
+        Encoder(PromptRenderer(PromptTemplate(system=one), tokenizer), tokenizer) for one in said
+    ]
+    feed = Feed(config, data, encoders, 10_000)
+    found = [sample.prefix for _ in range(6) for sample in feed.next().samples]
+    assert found[:4] == [encoders[number % 2].renderer.prefix_ids for number in range(4)]
+    assert found[0] != found[1]
+    assert finetune(config).steps == config.steps

@@ -116,6 +116,13 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         "implied: chunks are the model's own",
     )
     recipe.add_argument(
+        "--objective",
+        choices=("answers", "distillation"),
+        default="answers",
+        help="what is learned of document questions (answers); distillation, of adapters: what the "
+        "model itself makes of them when all documents see each other",
+    )
+    recipe.add_argument(
         "--keep-adapter", action="store_true", help="write the adapter alone, not a merged model"
     )
 
@@ -172,7 +179,8 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
     same = (
         *("model", "out", "work", "plain", "positions", "block_share"),
         *("both_masks", "plain_share", "steps", "batch_tokens", "accumulate", "rate", "warm_up"),
-        *("weight_decay", "clip", "lora", "lora_tokens", "precision", "gradient_checkpointing"),
+        *("weight_decay", "clip", "lora", "lora_tokens", "objective", "precision"),
+        "gradient_checkpointing",
         *("attention", "seed", "holdout", "save_every", "device"),
     )
     return FinetuneConfig(

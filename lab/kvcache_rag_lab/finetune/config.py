@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "bf16"]
 LoraModules = Literal["all-linear", "attention"]
 LoraTokens = Literal["all", "question"]
+Objective = Literal["answers", "distillation"]
 SCHEMES: Final = ("reordered", "composite")
 FULL_RATE: Final = 1e-5  # TurboRAG's
 LORA_RATE: Final = 1e-4
@@ -88,6 +89,11 @@ class FinetuneConfig:
         lora_tokens: Where adapters act: everywhere, or on questions and answers alone, as activated
             LoRA (arXiv 2504.12397).  Chunks are then the untouched model's own, so a store serves
             any number of such adapters and none; only questions about documents are learned.
+        objective: What document questions teach: their answers, or by distillation what the model
+            itself makes of these over the same documents under full attention, the distribution of
+            each next token; then nothing is learned but to read chunks.
+        instructions: What document questions have in front of their chunks, one context after the
+            other, so that no single one is learned; empty for the template's own.
         packet: How many vectors before each chunk, and as many after it, are trained alone (KV
             Packet, arXiv 2604.13226): those of control tokens that no chat uses, with which the
             template then wraps chunks; 0 for none.
@@ -123,6 +129,8 @@ class FinetuneConfig:
     work: Path | None = None
     lora_modules: LoraModules = "all-linear"
     lora_tokens: LoraTokens = "all"
+    objective: Objective = "answers"
+    instructions: tuple[str, ...] = ()
     packet: int = 0
     checkpoint: Path | None = None
     resume: bool = False
@@ -184,15 +192,11 @@ class FinetuneConfig:
         """What the weights depend on besides the data, as plain values."""
         elsewhere = ("out", "work", "save_every", "checkpoint", "resume")
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        for name in (
-            "lora_modules",
-            "lora_tokens",
-            "packet",
-        ):  # runs that began before there was a choice go on
-            if values[name] == getattr(FinetuneConfig, name):
+        # Runs that began before there was a choice go on.
+        for name in ("lora_modules", "lora_tokens", "instructions", "packet"):
+            if getattr(self, name) == getattr(FinetuneConfig, name):
                 del values[name]
-        # Those that began when there was another objective, too.
-        values |= {"objective": "answers", "teacher": None}
+        values["teacher"] = None  # those that began when there was another one, too
         return {key: value for key, value in values.items() if key not in elsewhere}
 
     def travelling_settings(self) -> dict[str, Any]:
@@ -209,6 +213,7 @@ def _check_choices(config: FinetuneConfig) -> None:
         ("precision", get_args(Precision)),
         ("lora_modules", get_args(LoraModules)),
         ("lora_tokens", get_args(LoraTokens)),
+        ("objective", get_args(Objective)),
     ):
         value = getattr(config, name)
         if value not in allowed:
@@ -237,6 +242,11 @@ def _check_adapter(config: FinetuneConfig) -> None:
         raise InvalidInputError("keep_adapter needs adapters; set lora to their rank, say 16")
     if config.lora_tokens == "question":
         _check_activated(config)
+    if config.objective == "distillation" and not config.lora:
+        raise InvalidInputError(
+            'objective="distillation" learns from the model without its adapter; set lora to a '
+            "rank, say 16"
+        )
     if config.packet and config.lora:
         raise InvalidInputError("a packet is trained alone, the model being frozen; set lora to 0")
     if config.checkpoint is not None and not config.trains_adapter:

@@ -34,7 +34,7 @@ from kvcache_rag_lab.finetune.forward import (
 from kvcache_rag_lab.finetune.packing import IGNORED, Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvcache_rag_lab.finetune.config import FinetuneConfig
@@ -192,6 +192,16 @@ class Learner:
         with self.rounding():
             return self.forward.logits(batch)
 
+    def teacher_logits(self, samples: Sequence[Encoded]) -> Tensor:
+        """What the model without its adapter makes of samples under full attention.
+
+        Returns:
+            Logits of the same tokens as those of `rounded_logits`, without gradients.
+        """
+        batch = self.batch([sample.joined for sample in samples])
+        with torch.no_grad(), self.peft.disable_adapter():
+            return self.rounded_logits(batch)
+
     def rounding(self) -> AbstractContextManager[Any]:
         """What activations are computed in."""
         low = self.compute_dtype != torch.float32
@@ -299,9 +309,35 @@ def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
     GB at 150,000 words and 2,800 tokens.
     """
     labels = batch.labels.to(logits.device).flatten()
-    pieces = zip(torch.split(logits.flatten(0, 1), PIECE), torch.split(labels, PIECE), strict=True)
-    losses = [checkpoint(_summed_loss, *piece, use_reentrant=False) for piece in pieces]
+    return _mean_of(_summed_loss, labels, logits.flatten(0, 1), labels)
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
+    """Mean divergence from the teacher's distributions (KL, the teacher's first), likewise.
+
+    Args:
+        logits: `(rows, kept, vocabulary)`.
+        teacher: The same of the teacher (`Learner.teacher_logits`).
+        batch: Says which tokens count.
+    """
+    labels = batch.labels.to(logits.device).flatten()
+    return _mean_of(_summed_divergence, labels, logits.flatten(0, 1), teacher.flatten(0, 1), labels)
+
+
+def _mean_of(sum_of: Callable[..., Tensor], labels: Tensor, *tensors: Tensor) -> Tensor:
+    pieces = zip(*(torch.split(tensor, PIECE) for tensor in tensors), strict=True)
+    losses = [checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]
     return torch.stack(losses).sum() / (labels != IGNORED).sum()
+
+
+def divergences(logits: Tensor, teacher: Tensor) -> Tensor:
+    """KL of each token, the teacher's distribution first, in nats: `(...)` of `(..., words)`."""
+    own, wanted = (tensor.float().log_softmax(-1) for tensor in (logits, teacher))
+    return (wanted.exp() * (wanted - own)).sum(-1)
+
+
+def _summed_divergence(logits: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    return (divergences(logits, teacher) * (labels != IGNORED)).sum()
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -59,16 +59,18 @@ class Feed:
         state: Numbers of portions dealt and samples drawn; put back to go on from there.
     """
 
-    def __init__(self, config: FinetuneConfig, data: Data, encoder: Encoder, window: int) -> None:
+    def __init__(
+        self, config: FinetuneConfig, data: Data, encoders: Sequence[Encoder], window: int
+    ) -> None:
         """Start at the beginning.
 
         Args:
             config: Shares and limits.
             data: Sources.
-            encoder: Gives ids.
+            encoders: Give ids, one context after the other; the first one those of texts.
             window: Longest prompt of the model, in tokens.
         """
-        self._config, self._data, self._encoder = config, data, encoder
+        self._config, self._data, self._encoders = config, data, encoders
         self._window = window
         self.state = {"portions": 0, "asked": 0, "qa": 0, "qa_before": 0, "plain": 0, "skipped": 0}
 
@@ -122,11 +124,12 @@ class Feed:
             samples.append(sample)
 
     def _qa(self, number: int) -> Encoded:
-        return self._encoder.qa(self._data.qa.draw(number))
+        encoder = self._encoders[number % len(self._encoders)]
+        return encoder.qa(self._data.qa.draw(number))
 
     def _plain(self, number: int) -> Encoded | None:
         limit = min(self._config.batch_tokens, self._window)
-        return self._encoder.plain(self._data.plain.draw(number), limit)
+        return self._encoders[0].plain(self._data.plain.draw(number), limit)
 
 
 def _is_turn(number: int, share: float) -> bool:

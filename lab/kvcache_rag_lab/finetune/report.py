@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import functional
 
 from kvcache_rag.progress import table
+from kvcache_rag_lab.finetune.learner import divergences
 from kvcache_rag_lab.finetune.packing import IGNORED
 from kvcache_rag_lab.scoring.statistics import Share, mean_change
 
@@ -73,6 +74,8 @@ class Change:
 def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False) -> Measure:
     """Loss of each span of the samples, and whether it is predicted to the last token.
 
+    Of distillation it is the divergence from the teacher, and whether each token is the teacher's.
+
     Args:
         learner: The model.
         samples: As ids.
@@ -86,10 +89,15 @@ def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False
             logits = learner.logits(batch)
             labels = batch.labels.to(logits.device)
             shape = labels.shape
-            each = functional.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-            ).view(shape)
-            hit = logits.argmax(-1) == labels
+            if texts or learner.config.objective == "answers":
+                each = functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+                ).view(shape)
+                hit = logits.argmax(-1) == labels
+            else:
+                teacher = learner.teacher_logits(group)
+                each = divergences(logits, teacher)
+                hit = logits.argmax(-1) == teacher.argmax(-1)
             segments = batch.segments.to(logits.device)
             spans = [
                 (row, span) for row, sample in enumerate(group) for span in range(len(sample.spans))

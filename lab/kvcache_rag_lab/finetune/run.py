@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag_lab.finetune.carried import Carried, CarriedFolder
-from kvcache_rag_lab.finetune.learner import Learner, answer_loss
+from kvcache_rag_lab.finetune.learner import Learner, answer_loss, distillation_loss
 from kvcache_rag_lab.finetune.loop import RunFolder, Trainer
 from kvcache_rag_lab.finetune.packing import Feed, Portion
 from kvcache_rag_lab.finetune.report import Measure, Report, measure
@@ -71,10 +71,13 @@ class _Run:
         self._config, self._learner, self._data, self._work = config, learner, data, work
         self._carried = carried
         self._window = learner.adapter.window(None)
-        self._encoder = Encoder(
-            PromptRenderer(learner.template, learner.tokenizer), learner.tokenizer
-        )
-        self._feed = Feed(config, data, self._encoder, self._window)
+        templates = [replace(learner.template, system=one) for one in config.instructions]
+        encoders = [
+            Encoder(PromptRenderer(template, learner.tokenizer), learner.tokenizer)
+            for template in templates or [learner.template]
+        ]
+        self._encoder = encoders[0]
+        self._feed = Feed(config, data, encoders, self._window)
 
     def finished(self, unfinished: bool, *, show_progress: bool) -> Report:
         """Measure, train, measure, save."""
@@ -120,9 +123,13 @@ class _Run:
         return found
 
     def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
-        learner = self._learner
-        batch = learner.batch(portion.samples)
-        return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
+        learner, samples = self._learner, portion.samples
+        batch = learner.batch(samples)
+        if portion.kind == "plain" or self._config.objective == "answers":
+            return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
+        teacher = learner.teacher_logits(samples)
+        loss = distillation_loss(learner.rounded_logits(batch), teacher, batch)
+        return loss, batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:
         """Held-out samples as ids; those that do not fit are left out."""

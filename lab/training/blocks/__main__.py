@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag_lab.finetune import Report, finetune
-from kvcache_rag_lab.finetune.config import LoraTokens
+from kvcache_rag_lab.finetune.config import LoraTokens, Objective
 from training.blocks.data import Squad, write
 from training.blocks.own import write_answers, write_instructions
 from training.blocks.recipe import COMPARED_STEPS, STEPS, Mask, Train, recipe
@@ -84,6 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
         default="question",
         help="where LoRA acts: on questions and answers, or on documents, too",
     )
+    parser.add_argument("--objective", choices=get_args(Objective), default="distillation")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="such as cpu (default: CUDA if there is one)")

@@ -34,7 +34,7 @@ APART: Final = 20  # 5 %
 
 WITHOUT_GOLD: Final = 12
 
-OTHERS: Final = 8
+OTHERS: Final = 16
 
 DOCUMENTS: Final = (5, 10)
 """Of a context, at least and at most."""

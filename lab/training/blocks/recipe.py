@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from kvcache_rag.models.processors import multiplies_bfloat16
+from kvcache_rag.prompt.template import PromptTemplate
 from kvcache_rag_lab.finetune import FinetuneConfig, JsonlData
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag_lab.finetune.config import LoraTokens, Precision
+    from kvcache_rag_lab.finetune.config import LoraTokens, Objective, Precision
 
 Mask = Literal["block", "full"]
 Train = Literal["attention", "all-linear", "packet"]
@@ -23,6 +24,15 @@ RANK: Final = 16
 PACKET: Final = 4  # vectors before and as many behind a chunk
 HOLDOUT: Final = 16  # contexts and texts to measure with
 RATE: Final = 5e-4  # of LoRA
+
+INSTRUCTIONS: Final = (
+    PromptTemplate().system,
+    "Answer the question from the documents, in as few words as possible.\n\n",
+    "You are a helpful assistant. Use the documents to answer the user.\n\n",
+    "Context information is below. Answer the query from it and not from prior knowledge.\n\n",
+    "Read these documents. Answer in whole sentences, and say from where you know it.\n\n",
+)
+"""In front of the chunks, as apps have them."""
 
 
 def precision(device: str | None) -> Precision:
@@ -39,6 +49,7 @@ def recipe(
     mask: Mask = "block",
     train: Train = "attention",
     tokens: LoraTokens = "question",
+    objective: Objective = "distillation",
     steps: int = STEPS,
     seed: int = 0,
     device: str | None = None,
@@ -53,6 +64,7 @@ def recipe(
         mask: "full" for the control.
         train: LoRA on attention's projections or on all linear layers, or vectors around chunks.
         tokens: Where LoRA acts: on questions and answers alone, or on documents, too.
+        objective: What is learned, "answers" for a packet.
         steps: Of the optimiser, of about 5,000 tokens each.
         seed: Of data order and adapters.
         device: None for CUDA if there is one.
@@ -72,6 +84,8 @@ def recipe(
         steps=steps,
         batch_tokens=3072,
         accumulate=2 if on_question else 3,
+        objective="answers" if is_packet else objective,
+        instructions=INSTRUCTIONS if on_question else (),
         rate=None if is_packet else RATE,
         lora=0 if is_packet else RANK,
         lora_modules="attention" if train == "attention" else "all-linear",
