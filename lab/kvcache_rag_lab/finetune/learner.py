@@ -32,6 +32,7 @@ from kvcache_rag_lab.finetune.forward import (
     StitchedForward,
 )
 from kvcache_rag_lab.finetune.packing import IGNORED, Batch
+from kvcache_rag_lab.finetune.teacher import Lesson, Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -192,15 +193,10 @@ class Learner:
         with self.rounding():
             return self.forward.logits(batch)
 
-    def teacher_logits(self, samples: Sequence[Encoded]) -> Tensor:
-        """What the model without its adapter makes of samples under full attention.
-
-        Returns:
-            Logits of the same tokens as those of `rounded_logits`, without gradients.
-        """
-        batch = self.batch([sample.joined for sample in samples])
-        with torch.no_grad(), self.peft.disable_adapter():
-            return self.rounded_logits(batch)
+    def lesson(self, samples: Sequence[Encoded]) -> Lesson:
+        """What the model without its adapter answers under full attention."""
+        with self.rounding():
+            return Teacher(self.adapter, self.peft.disable_adapter).lesson(samples)
 
     def rounding(self) -> AbstractContextManager[Any]:
         """What activations are computed in."""
@@ -317,11 +313,12 @@ def distillation_loss(logits: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
 
     Args:
         logits: `(rows, kept, vocabulary)`.
-        teacher: The same of the teacher (`Learner.teacher_logits`).
-        batch: Says which tokens count.
+        teacher: `(learned, vocabulary)`, see `Lesson`.
+        batch: Of its samples.
     """
-    labels = batch.labels.to(logits.device).flatten()
-    return _mean_of(_summed_divergence, labels, logits.flatten(0, 1), teacher.flatten(0, 1), labels)
+    labels = batch.labels.to(logits.device)
+    learned = labels != IGNORED
+    return _mean_of(_summed_divergence, labels[learned], logits[learned], teacher)
 
 
 def _mean_of(sum_of: Callable[..., Tensor], labels: Tensor, *tensors: Tensor) -> Tensor:
@@ -336,8 +333,8 @@ def divergences(logits: Tensor, teacher: Tensor) -> Tensor:
     return (wanted.exp() * (wanted - own)).sum(-1)
 
 
-def _summed_divergence(logits: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    return (divergences(logits, teacher) * (labels != IGNORED)).sum()
+def _summed_divergence(logits: Tensor, teacher: Tensor) -> Tensor:
+    return divergences(logits, teacher).sum()
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

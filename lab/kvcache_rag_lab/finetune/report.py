@@ -85,27 +85,25 @@ def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False
     exact: list[bool] = []
     with learner.measuring():
         for group in batched(samples, learner.config.batch_tokens):
+            teacher = None
+            if not texts and learner.config.objective == "distillation":
+                lesson = learner.lesson(group)
+                group, teacher = [*lesson.samples], lesson.logits  # its answers
             batch = learner.batch(group)
-            logits = learner.logits(batch)
-            labels = batch.labels.to(logits.device)
-            shape = labels.shape
-            if texts or learner.config.objective == "answers":
-                each = functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-                ).view(shape)
-                hit = logits.argmax(-1) == labels
+            learned = batch.labels != IGNORED
+            logits = learner.logits(batch)[learned.to(learner.adapter.device)]
+            segments, labels = batch.segments[learned], batch.labels[learned].to(logits.device)
+            rows = learned.nonzero()[:, 0]  # (learned,)
+            if teacher is None:
+                each = functional.cross_entropy(logits, labels, reduction="none")
             else:
-                teacher = learner.teacher_logits(group)
                 each = divergences(logits, teacher)
-                hit = logits.argmax(-1) == teacher.argmax(-1)
-            segments = batch.segments.to(logits.device)
-            spans = [
-                (row, span) for row, sample in enumerate(group) for span in range(len(sample.spans))
-            ]
-            for row, index in spans:
-                own = segments[row] == index
-                losses.append(float(each[row][own].mean()))
-                exact.append(bool(hit[row][own].all()))
+            hit = logits.argmax(-1) == labels
+            for row, sample in enumerate(group):
+                for index in range(len(sample.spans)):
+                    own = (rows == row) & (segments == index)
+                    losses.append(float(each[own].mean()))
+                    exact.append(bool(hit[own].all()))
     return Measure(tuple(losses), () if texts else tuple(exact))
 
 

@@ -124,11 +124,12 @@ class _Run:
 
     def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
         learner, samples = self._learner, portion.samples
-        batch = learner.batch(samples)
         if portion.kind == "plain" or self._config.objective == "answers":
+            batch = learner.batch(samples)
             return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
-        teacher = learner.teacher_logits(samples)
-        loss = distillation_loss(learner.rounded_logits(batch), teacher, batch)
+        lesson = learner.lesson(samples)
+        batch = learner.batch(lesson.samples)
+        loss = distillation_loss(learner.rounded_logits(batch), lesson.logits, batch)
         return loss, batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:
