@@ -119,7 +119,9 @@ def test_data_are_the_same_each_time_and_block_and_control_see_the_same(
     write(data, tmp_path)
     for path in learned.iterdir():
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
-    block, control = (recipe("m", tmp_path, mask=mask) for mask in ("block", "full"))
+    block, control = (
+        recipe("m", tmp_path, mask=mask, objective="answers") for mask in ("block", "full")
+    )
     changed = {name for name, value in vars(block).items() if vars(control)[name] != value}
     assert changed == {"out", "block_share"}
 
@@ -268,7 +270,7 @@ def test_the_command_trains_goes_on_and_compares(
     with pytest.raises(SystemExit):
         command.main([*words, *options])
     assert "exists; remove it" in capsys.readouterr().err
-    assert command.main([*words, "--steps", "1", "--mask", "full"]) == 0
+    assert command.main([*words, "--steps", "1", "--mask", "full", "--objective", "answers"]) == 0
     assert (out / "full-attention-question-0").is_dir()
     capsys.readouterr()
     monkeypatch.setattr(command, "COMPARED_STEPS", 1)

@@ -247,6 +247,11 @@ def _check_adapter(config: FinetuneConfig) -> None:
             'objective="distillation" learns from the model without its adapter; set lora to a '
             "rank, say 16"
         )
+    if config.objective == "distillation" and not config.teaches_blocks:
+        raise InvalidInputError(
+            'objective="distillation" under full attention would learn what the model does '
+            "already: its control is the model itself; leave block_share out"
+        )
     if config.packet and config.lora:
         raise InvalidInputError("a packet is trained alone, the model being frozen; set lora to 0")
     if config.checkpoint is not None and not config.trains_adapter:

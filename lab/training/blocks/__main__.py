@@ -1,17 +1,19 @@
-"""Train an adapter that reads stitched chunks, and its control: one resumable command each.
+"""Train an adapter that reads stitched chunks: one resumable command.
 
+    python -m training.blocks MODEL.gguf --data DATA --out build/blocks
+    python -m training.blocks MODEL.gguf --data DATA --out build/blocks --compare
     python -m training.blocks MODEL.gguf --data DATA --out build/blocks --answers 2000
     python -m training.blocks MODEL.gguf --data DATA --out build/blocks --instructions 2000
-    python -m training.blocks MODEL.gguf --data DATA --out build/blocks
-    python -m training.blocks MODEL.gguf --data DATA --out build/blocks --mask full
-    python -m training.blocks MODEL.gguf --data DATA --out build/blocks --compare
+    python -m training.blocks MODEL.gguf --data DATA --out build/blocks --objective answers
+    python -m training.blocks MODEL.gguf --data DATA ... --objective answers --mask full
 
-The first two write what the model itself says, if wanted, before anything is trained.  `--mask
-block` trains under the block mask (TurboRAG, arXiv 2410.07590, section 3.3); `full` is the control:
-equal steps on equal samples under full attention.  A stopped run goes on when it is called again,
-and with `--checkpoint FOLDER --resume` on another machine, to which FOLDER and `OUT/data` were
-copied.  `--compare` trains each kind of adapter for 60 steps and prints the loss on stitched
-contexts that were kept out.
+The first trains by distillation: what the model itself answers over all documents is learned over
+chunks that do not see each other (TurboRAG's block mask, arXiv 2410.07590, section 3.3).  With
+`--objective answers` the data's answers are learned, where the third and fourth command wrote them
+in the model's own words, and `--mask full` is the control: equal steps on equal samples under full
+attention.  A stopped run goes on when it is called again, and with `--checkpoint FOLDER --resume`
+on another machine, to which FOLDER and `OUT/data` were copied.  `--compare` trains each kind of
+adapter for 60 steps and prints the loss on stitched contexts that were kept out.
 """
 
 from __future__ import annotations
