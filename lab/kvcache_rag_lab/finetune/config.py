@@ -128,12 +128,12 @@ class FinetuneConfig:
     device: str | None = None
     work: Path | None = None
     lora_modules: LoraModules = "all-linear"
-    lora_tokens: LoraTokens = "all"
-    objective: Objective = "answers"
-    instructions: tuple[str, ...] = ()
     packet: int = 0
     checkpoint: Path | None = None
     resume: bool = False
+    lora_tokens: LoraTokens = "all"
+    objective: Objective = "answers"
+    instructions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings(FinetuneConfig, vars(self))
