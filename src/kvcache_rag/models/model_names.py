@@ -160,8 +160,8 @@ def chosen_adapter(
         return known.adapter if is_installed(known.adapter) else None
     if str(name) == TINY:
         return None
-    place = Path(expanded(str(name)))
-    return fitting_adapter(str(name), place if place.exists() else None)
+    place = expanded(name)
+    return fitting_adapter(str(name), Path(place) if os.path.exists(place) else None)
 
 
 def check_spelling(name: str) -> None:
