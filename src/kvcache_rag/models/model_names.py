@@ -158,7 +158,7 @@ def chosen_adapter(
     known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
     if known is not None:
         return known.adapter if is_installed(known.adapter) else None
-    if str(name) == TINY:
+    if str(name) == TINY or not isinstance(name, str | os.PathLike):
         return None
     place = expanded(name)
     return fitting_adapter(str(name), Path(place) if os.path.exists(place) else None)
