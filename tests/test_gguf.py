@@ -421,6 +421,26 @@ def test_a_hostile_header_is_refused_in_a_time_that_its_length_bounds(
 
 
 @settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(texts=st.lists(st.binary(max_size=30), max_size=20), piece=st.integers(8, 64))
+def test_law_what_stands_behind_a_list_of_texts_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[bytes], piece: int
+) -> None:
+    monkeypatch.setattr(files, "_PIECE", piece)
+    path = tmp_path / "texts.gguf"
+    before = text(b"a") + struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(text, texts))
+    behind = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+    path.write_bytes(header(before, behind, bytes(32), metadata=2))  # aligned
+    files._header.cache_clear()  # files of one length within one tick of the clock
+    found = files.GgufHeader.read(path)
+    first = len(header())
+    ends = first + len(before), first + len(before) + len(behind)
+    assert dict(found.metadata) == {"a": (first, ends[0]), "general.architecture": ends}
+    assert found.architecture == "llama"
+
+
+@settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _STRING, _ARRAY = 8, 9
 # Beyond what any file has: axes of a tensor, arrays within arrays, bytes of a header.
 _AXES, _ARRAYS, _HEADER = 8, 4, 1 << 28
+_PIECE = 1 << 20  # bytes of a header that are read at once
 # What transformers reads of a folder when it makes a tokenizer of a file in it.
 _BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -115,10 +116,10 @@ class GgufHeader:
             InvalidInputError: If it is no GGUF file, or a part of one.
             MissingExtraError: If the package `gguf` is not installed.
         """
-        sizes = _block_sizes()
         try:
-            with path.open("rb") as file:
-                header = _parsed(_Fields(file), sizes)
+            found = path.stat()
+            told = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            header = _header(path, *told)
         except (struct.error, KeyError, TypeError, ValueError, EOFError, OverflowError) as error:
             raise InvalidInputError(
                 f"{path} is no whole GGUF file: its header ends early or cannot be read; "
@@ -126,10 +127,10 @@ class GgufHeader:
             ) from error
         except OSError as error:
             raise InvalidInputError(f"{path} cannot be read ({error.strerror})") from error
-        found = path.stat().st_size
-        if found < header.nbytes:
+        if found.st_size < header.nbytes:
             raise InvalidInputError(
-                f"{path} was cut: {found} of {header.nbytes} bytes are there; download it again"
+                f"{path} was cut: {found.st_size} of {header.nbytes} bytes are there; "
+                "download it again"
             )
         return header
 
@@ -197,14 +198,42 @@ class _Fields:
         if inner in _PLAIN:
             self._file.seek(length * struct.calcsize(f"<{_PLAIN[inner]}"), os.SEEK_CUR)
             return None
-        for _ in range(length):
-            self.value(inner, arrays + 1)
+        if inner == _STRING:
+            self._pass_over(length)
+        else:
+            for _ in range(length):
+                self.value(inner, arrays + 1)
         return None
+
+    def _pass_over(self, texts: int) -> None:
+        """A vocabulary has some 300,000 texts: nothing but their lengths is looked at."""
+        first, part, at = self.place, b"", 0
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(texts):
+            if at + 8 > len(part):
+                first, at = self._moved(first + at), 0
+                part = self._file.read(_PIECE)
+            at += 8 + length_at(part, at)[0]
+        self._moved(first + at)
+
+    def _moved(self, place: int) -> int:
+        if place > self._most:
+            raise EOFError
+        self._file.seek(place)
+        return place
 
     @property
     def place(self) -> int:
         place: int = self._file.tell()
         return place
+
+
+@lru_cache(maxsize=8)
+def _header(path: Path, *_: int) -> GgufHeader:
+    """The header of a file that stays as it is: loading asks for it several times."""
+    sizes = _block_sizes()
+    with path.open("rb") as file:
+        return _parsed(_Fields(file), sizes)
 
 
 def _parsed(fields: _Fields, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
