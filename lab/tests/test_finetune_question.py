@@ -20,7 +20,14 @@ from kvcache_rag_lab.finetune import finetune
 from kvcache_rag_lab.finetune.forward import DividedForward, MaskedForward
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss, distillation_loss
 from kvcache_rag_lab.finetune.packing import IGNORED, Feed, divide
-from kvcache_rag_lab.finetune.sources import Encoded, Encoder, QAPair, QASample, open_data
+from kvcache_rag_lab.finetune.sources import (
+    Encoded,
+    Encoder,
+    PlainSample,
+    QAPair,
+    QASample,
+    open_data,
+)
 from kvcache_rag_lab.finetune.teacher import SPOKEN
 
 if TYPE_CHECKING:
@@ -189,6 +196,26 @@ def test_the_teacher_is_the_model_itself_over_the_whole_context(model: Path, cha
     assert found == pytest.approx(float(by_torch), rel=1e-3)
     torch.autograd.backward(distillation_loss(of.logits(stitched), lesson.logits, stitched))
     assert all(value.grad is not None for value in of.trained.values())
+
+
+def test_distilled_texts_stay_what_the_model_made_of_them(model: Path) -> None:
+    of = learner(model, objective="distillation", lora_tokens="all", plain_share=0.5)
+    text = encoder(of).plain(PlainSample("Ada has 3 and Bob has 4."), 64)
+    assert text is not None
+    batch = of.batch([text])
+    wanted = of.untouched_logits(batch)
+    assert len(wanted) == int((batch.labels != IGNORED).sum())
+    with of.measuring(), of.peft.disable_adapter():
+        own = of.logits(batch)[batch.labels != IGNORED]
+    assert error(wanted, own) < TOLERANCE
+    # Of an adapter that changes nothing there is nothing to learn, unlike from the texts.
+    for name, value in of.trained.items():
+        if ".lora_B." in name:
+            torch.nn.init.zeros_(value)
+    with of.measuring():
+        logits = of.logits(batch)
+        assert float(distillation_loss(logits, wanted, batch)) == pytest.approx(0, abs=1e-6)
+        assert float(answer_loss(logits, batch)) > 0.1
 
 
 @pytest.mark.parametrize("model", ["qwen2", "mistral window"], indirect=True)  # others say nothing

@@ -91,7 +91,8 @@ class FinetuneConfig:
             any number of such adapters and none; only questions about documents are learned.
         objective: What document questions teach: their answers, or by distillation what the model
             itself makes of these over the same documents under full attention, the distribution of
-            each next token; then nothing is learned but to read chunks.
+            each next token; then nothing is learned but to read chunks.  Plain texts are learned
+            likewise, so that it keeps what it makes of them.
         instructions: What document questions have in front of their chunks, one context after the
             other, so that no single one is learned; empty for the template's own.
         packet: How many vectors before each chunk, and as many after it, are trained alone (KV

@@ -198,6 +198,12 @@ class Learner:
         with self.rounding():
             return Teacher(self.adapter, self.peft.disable_adapter).lesson(samples)
 
+    def untouched_logits(self, batch: Batch) -> Tensor:
+        """What the model without its adapter makes of a batch, `(learned, vocabulary)`."""
+        with torch.no_grad(), self.peft.disable_adapter():
+            logits = self.rounded_logits(batch)
+        return logits[batch.labels.to(logits.device) != IGNORED]
+
     def rounding(self) -> AbstractContextManager[Any]:
         """What activations are computed in."""
         low = self.compute_dtype != torch.float32

@@ -124,12 +124,16 @@ class _Run:
 
     def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
         learner, samples = self._learner, portion.samples
-        if portion.kind == "plain" or self._config.objective == "answers":
+        if self._config.objective == "answers":
             batch = learner.batch(samples)
             return answer_loss(learner.rounded_logits(batch), batch), batch.tokens
-        lesson = learner.lesson(samples)
-        batch = learner.batch(lesson.samples)
-        loss = distillation_loss(learner.rounded_logits(batch), lesson.logits, batch)
+        if portion.kind == "plain":
+            batch = learner.batch(samples)
+            wanted = learner.untouched_logits(batch)
+        else:
+            lesson = learner.lesson(samples)
+            batch, wanted = learner.batch(lesson.samples), lesson.logits
+        loss = distillation_loss(learner.rounded_logits(batch), wanted, batch)
         return loss, batch.tokens
 
     def _held_out(self) -> dict[str, list[Encoded]]:

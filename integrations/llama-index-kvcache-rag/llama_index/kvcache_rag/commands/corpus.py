@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import ReusePolicy
     from kvcache_rag_documents import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
-    from llama_index.kvcache_rag.commands.minilm import Minilm
+    from kvcache_rag.integration.minilm import Minilm
 
 TINY: Final = "tiny"
 PACKAGED: Final = "smollm2"
@@ -231,7 +231,7 @@ def embedding(name: str) -> BaseEmbedding:
     try:
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding
     except ImportError as error:
-        raise _not_installed(error) from error
+        raise _not_installed(error, "llama-index-embeddings-huggingface") from error
     try:
         return HuggingFaceEmbedding(model_name=name, device="cpu")
     except (OSError, ValueError) as error:
@@ -245,18 +245,17 @@ def minilm() -> Minilm:
     Raises:
         InvalidInputError: If it is not installed.
     """
-    from llama_index.kvcache_rag.commands.minilm import Minilm
+    from kvcache_rag.integration.minilm import Minilm
 
     try:
         return Minilm.installed()
     except ImportError as error:
-        raise _not_installed(error) from error
+        raise _not_installed(error, "'llama-index-kvcache-rag[demo]'") from error
 
 
-def _not_installed(error: ImportError) -> InvalidInputError:
+def _not_installed(error: ImportError, brings: str) -> InvalidInputError:
     return InvalidInputError(
-        f"this embedding needs {error.name}: pip install 'llama-index-kvcache-rag[demo]', "
-        "or use --embed hash"
+        f"this embedding needs {error.name}: pip install {brings}, or use --embed hash"
     )
 
 
