@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
@@ -23,8 +25,10 @@ from kvcache_rag import (
 )
 from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
 from kvcache_rag.kv.mask import block_mask
-from kvcache_rag.models.adapters import write_training
+from kvcache_rag.models.adapters import CONFIG, TRAINING_FILE, WEIGHTS, write_training
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.lora import read_lora
+from kvcache_rag.models.pretrained import fitted
 from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
 
 if TYPE_CHECKING:
@@ -216,6 +220,33 @@ def test_it_acts_in_the_thread_that_answers_alone(of: Engine) -> None:
     assert not [name for name, _ in of.model.named_parameters() if "adapter" in name]
 
 
+def test_what_a_callback_computes_is_the_models_own(family: str, folder: Path) -> None:
+    of, plain = engine(family, folder), engine(family, None)
+    beside = engine(family, None, store=MemoryStore())
+    other = Engine(of.model, byte_tokenizer(), store=MemoryStore(), template=TEMPLATE)
+    keys: list[Any] = []
+    said: list[Any] = []
+
+    def callback(_ids: Tensor, scores: Tensor) -> Tensor:
+        if not keys:
+            keys.extend(of.add(["gaf dcb" * 3]))
+            said.append(other.generate(QUESTION, [], max_new_tokens=4).token_ids)
+        return scores
+
+    answer = of.generate(QUESTION, TEXTS, max_new_tokens=4, logits_processor=[callback])
+    alone = engine(family, folder).generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert answer.token_ids == alone.token_ids
+    (expected,) = plain.add(["gaf dcb" * 3])
+    assert keys == [expected]
+    layout = of._adapter.measured.chunk_layout
+    found, wanted = (one.store.get(expected, layout) for one in (of, plain))
+    assert found is not None
+    assert wanted is not None
+    for group in range(len(layout.groups)):
+        assert error(found.chunk.keys(group), wanted.chunk.keys(group)) < TOLERANCE
+    assert said == [beside.generate(QUESTION, [], max_new_tokens=4).token_ids]
+
+
 def test_tokens_of_chunks_are_not_computed_again_with_it(of: Engine) -> None:
     with pytest.raises(UnsupportedModelError, match=r"acts on questions alone.*adapter=\"none\""):
         of.generate(QUESTION, TEXTS, policy=CacheBlend(0.2))
@@ -246,3 +277,66 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         put_question_adapter(build("gpt2"), folder, "m")
     with pytest.raises(InvalidInputError, match=r"was cast to torch\.bfloat16 after its adapter"):
         Engine(model.bfloat16(), byte_tokenizer())
+
+
+def _config(**changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / CONFIG
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _weights(change: Any) -> Any:
+    def changed(folder: Path) -> None:
+        save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+    return changed
+
+
+def _one_rank_more(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    name = next(name for name in stored if "lora_A" in name)
+    return {**stored, name: torch.cat([stored[name], stored[name][:1]])}
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "it has no adapter_config"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no adapter_model"),
+    "cut": (lambda folder: (folder / WEIGHTS).write_bytes(b"1" * 9), "cannot be read"),
+    "ranks": (_weights(_one_rank_more), "no finite ones of one rank"),
+    "flat": (_weights(lambda stored: {k: v.flatten() for k, v in stored.items()}), "of one rank"),
+    "not a number": (_weights(lambda stored: {k: v / 0 for k, v in stored.items()}), "no finite"),
+    "nothing": (_weights(lambda _stored: {}), "holds no matrices"),
+    "alpha": (_config(lora_alpha="much"), "lora_alpha of an adapter is a number"),
+    "unsaid": (lambda folder: (folder / TRAINING_FILE).write_text('{"acts_on": }'), "be read"),
+    "misspelt": (
+        lambda folder: (folder / TRAINING_FILE).write_text('{"acts_on": "questions"}'),
+        r"acts on 'questions', which is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_adapter_is_told_in_a_sentence(tmp_path: Path, name: str) -> None:
+    change, words = BROKEN[name]
+    build("qwen2").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    folder = adapter_of("qwen2", tmp_path)
+    change(folder)
+    with pytest.raises(InvalidInputError, match=words):
+        Engine.from_pretrained(tmp_path / "model", adapter=folder)
+
+
+def test_a_pattern_of_alphas_is_read_as_peft_reads_it(tmp_path: Path) -> None:
+    folder = adapter_of("qwen2", tmp_path)
+    _config(alpha_pattern={r"layers\.0\.self_attn\.q_proj": 80, "proj": 1, "v_proj": 2})(folder)
+    pairs = read_lora(folder, "these take", "do not")
+    for path, pair in pairs.items():
+        is_first = path.endswith("layers.0.self_attn.q_proj")
+        assert pair.factor == (20 if is_first else 0.5 if path.endswith("v_proj") else 2), path
+
+
+def test_an_adapter_in_a_loaded_model_cannot_be_taken_out(tmp_path: Path) -> None:
+    model = put_question_adapter(build("qwen2"), adapter_of("qwen2", tmp_path), "m")
+    with pytest.raises(InvalidInputError, match=r"load it again with adapter=\"none\""):
+        fitted(model, "none", "auto", "transformers")

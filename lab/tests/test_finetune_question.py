@@ -11,11 +11,12 @@ from test_finetune import rows, settings, write_rows
 from test_finetune_learner import SAMPLE, TEXTS, TOLERANCE, encoder, error
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, FullRecompute, InvalidInputError, PromptTemplate, Reuse
+from kvcache_rag import BestFew, Engine, FullRecompute, InvalidInputError, PromptTemplate, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.models.adapters import trained_on_questions
+from kvcache_rag.models.adapters import trained_on_questions, trains_blocks
 from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag_lab.evaluation.runner import weights_digest
 from kvcache_rag_lab.finetune import finetune
 from kvcache_rag_lab.finetune.forward import DividedForward, MaskedForward
 from kvcache_rag_lab.finetune.learner import Learner, answer_loss, distillation_loss
@@ -196,6 +197,30 @@ def test_the_teacher_is_the_model_itself_over_the_whole_context(model: Path, cha
     assert found == pytest.approx(float(by_torch), rel=1e-3)
     torch.autograd.backward(distillation_loss(of.logits(stitched), lesson.logits, stitched))
     assert all(value.grad is not None for value in of.trained.values())
+
+
+def test_the_control_acts_where_its_adapter_does_and_says_so(tmp_path: Path, model: Path) -> None:
+    finetune(settings(model, tmp_path / "control", **ACTIVATED, block_share=0.0))
+    assert trained_on_questions(tmp_path / "control")
+    assert not trains_blocks(tmp_path / "control")
+    control, plain = (
+        Engine.from_pretrained(model, adapter=one) for one in (tmp_path / "control", "none")
+    )
+    assert control.spec == plain.spec
+    assert control.policy == BestFew(), "zoo models say that they were trained for blocks"
+    assert weights_digest(control) != weights_digest(plain), "answers are not of one model"
+
+
+def test_the_teacher_answers_where_activations_are_computed_twice(model: Path) -> None:
+    options = {"objective": "distillation", "lora_tokens": "all", "plain_share": 0.0}
+    twice, once = (learner(model, **options, gradient_checkpointing=one) for one in (True, False))
+    twice.adapter.model.train()
+    sample = encoder(once).qa(SAMPLE)
+    wanted = once.lesson([sample])
+    found = twice.lesson([sample])
+    assert found.samples == wanted.samples
+    assert error(found.logits, wanted.logits) < TOLERANCE
+    assert twice.adapter.model.training
 
 
 def test_distilled_texts_stay_what_the_model_made_of_them(model: Path) -> None:

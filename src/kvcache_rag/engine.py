@@ -986,7 +986,8 @@ class Engine(NamedArguments):
             self._lock.acquire()
         try:
             bound = self._follow() if has_waited else self._bound
-            with self._adapter.answering(), self._adapter.computing():
+            # Not as what the answer of another engine, whose callback asks this one, is computed.
+            with self._adapter.by_itself(), self._adapter.answering(), self._adapter.computing():
                 yield bound
         finally:
             self._lock.release()

@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from kvcache_rag.models.language import StoppedError
 from kvcache_rag_llamacpp.thread import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Logits: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
@@ -223,6 +224,16 @@ class LlamaCpp:
             raise InvalidInputError(f"the adapter does not fit the model {self.path.name}")
         self._acts = acts
         self.close_context()
+
+    @contextmanager
+    def acting(self, *, acts: bool) -> Iterator[None]:
+        """Let the adapter be in force, or out of it, and then as it was."""
+        before = self._acts
+        self.set_acting(acts=acts)
+        try:
+            yield
+        finally:
+            self.set_acting(acts=before)
 
     def set_acting(self, *, acts: bool) -> None:
         """Let the adapter be in force, or out of it."""

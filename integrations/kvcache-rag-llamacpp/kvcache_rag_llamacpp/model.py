@@ -291,6 +291,10 @@ class LlamaCppModel(LanguageModel):
     def prefill(
         self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], *, halts: bool = True
     ) -> list[ChunkKV]:
+        with self.by_itself():
+            return self._prefill(prefix, chunks)
+
+    def _prefill(self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
         llama, start = self.llama, 0 if prefix is None else len(prefix)
         self.ensure_embedded(torch.tensor([max(map(max, chunks))]))
         # The prefix, and the longest chunk; what lies there of a prompt is needed no more.
@@ -450,11 +454,16 @@ class LlamaCppModel(LanguageModel):
         if not self.question_adapter:
             yield
             return
-        self.llama.set_acting(acts=True)
-        try:
+        with self.llama.acting(acts=True):
             yield
-        finally:
-            self.llama.set_acting(acts=False)
+
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        if not self.question_adapter:
+            yield
+            return
+        with self.llama.acting(acts=False):
+            yield
 
     def forget(self) -> None:
         self.llama.empty(wipe=True)

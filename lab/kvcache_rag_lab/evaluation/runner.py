@@ -118,7 +118,9 @@ def weights_digest(engine: Engine) -> str:
     # llama.cpp has no weights of torch, and they do not change.
     is_own = adapter.abilities.memory == "own"
     named = adapter.weights.identity if is_own else model_identity(engine.model)
-    return xxhash.xxh3_128_hexdigest(canonical_json(named))
+    # It leaves chunks as they are, and so their names, but not answers.
+    acting = {"question adapter": adapter.question_adapter} if adapter.question_adapter else {}
+    return xxhash.xxh3_128_hexdigest(canonical_json({**named, **acting}))
 
 
 class _Run:

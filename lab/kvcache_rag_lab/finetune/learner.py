@@ -195,12 +195,12 @@ class Learner:
 
     def lesson(self, samples: Sequence[Encoded]) -> Lesson:
         """What the model without its adapter answers under full attention."""
-        with self.rounding():
+        with self.rounding(), self.measuring():
             return Teacher(self.adapter, self.peft.disable_adapter).lesson(samples)
 
     def untouched_logits(self, batch: Batch) -> Tensor:
         """What the model without its adapter makes of a batch, `(learned, vocabulary)`."""
-        with torch.no_grad(), self.peft.disable_adapter():
+        with self.measuring(), self.peft.disable_adapter():
             logits = self.rounded_logits(batch)
         return logits[batch.labels.to(logits.device) != IGNORED]
 
@@ -273,8 +273,8 @@ class Learner:
         # Another process has to find the base model again.
         described.base_model_name_or_path = _findable(self.config.model)
         described.save_pretrained(folder)
-        if self.config.teaches_blocks:
-            write_training(folder, on_question=self.config.lora_tokens == "question")
+        on_question = self.config.lora_tokens == "question"
+        write_training(folder, blocks=self.config.teaches_blocks, on_question=on_question)
         if self.brought:
             _write(folder / FILE_NAME, text_fields(self.template))
 

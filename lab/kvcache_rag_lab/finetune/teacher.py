@@ -85,7 +85,7 @@ class Teacher:
             # Behind the end of an answer nobody looks.
             ids, owner, last = said[-1], torch.arange(count), torch.arange(count)
             places = tokens + sizes + len(said) - 1
-            if all(self._length(said, sample, row) <= len(said) - 1 for row in range(count)):
+            if all(self._length(said, sample, row) <= len(said) for row in range(count)):
                 break
         lengths = [min(len(said), self._length(said, sample, row)) for row in range(count)]
         answers = torch.stack(said, 1)  # (questions, steps)

@@ -21,7 +21,6 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,8 +31,8 @@ from kvcache_rag.models.adapters import (
     BASE,
     CONFIG,
     WEIGHTS,
-    AdapterBase,
     base_of,
+    trained_on_questions,
     write_training,
 )
 from kvcache_rag.models.model_names import PACKAGED
@@ -101,13 +100,13 @@ def publish(
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / WEIGHTS).chmod(0o644)
         _write(partial / CONFIG, _config(adapter))
-        _write(partial / BASE, asdict(_base()))
-        write_training(partial)
+        _write(partial / BASE, {"model": MODEL, "sha256": PACKAGED[MODEL].sha256})
+        write_training(partial, on_question=trained_on_questions(adapter))
         _write(partial / FILE_NAME, text_fields(PromptTemplate.load(adapter) or PromptTemplate()))
         described = {
             **_from_report(report),
             **_checked_facts(facts),
-            "base": {**asdict(_base()), **_package()},
+            "base": {"model": MODEL, "sha256": PACKAGED[MODEL].sha256, **_package()},
             "parameters": sum(value.numel() for value in weights.values()),
             "bytes": (partial / WEIGHTS).stat().st_size,
             "sha256": hashlib.sha256((partial / WEIGHTS).read_bytes()).hexdigest(),
@@ -145,10 +144,6 @@ def _config(adapter: Path) -> dict[str, Any]:
     if isinstance(config.get("target_modules"), list):  # of a set
         config["target_modules"] = sorted(config["target_modules"])
     return dict(sorted(config.items()))
-
-
-def _base() -> AdapterBase:
-    return AdapterBase(MODEL, PACKAGED[MODEL].sha256)
 
 
 def _package() -> dict[str, str]:

@@ -87,7 +87,7 @@ class AdapterBase:
             values = json.loads(path.read_text(encoding="utf-8"))
             name, digest = values["model"], values["sha256"]
             return cls(check_name("model", name), check_name("digest", digest), _mark(values))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             raise InvalidInputError(
                 f'{path} is not of the form {{"model": "name", "sha256": "digest of its file"}}'
             ) from error
@@ -211,14 +211,17 @@ def note_training(config: Any, *, blocks: bool) -> None:
         delattr(config, TRAINING)
 
 
-def write_training(folder: Path, *, on_question: bool = False) -> None:
-    """Let an adapter say that it was trained for blocks.
+def write_training(folder: Path, *, blocks: bool = True, on_question: bool = False) -> None:
+    """Let an adapter say what it was trained for; nothing, if it has nothing to say.
 
     Args:
         folder: The adapter's.
+        blocks: Whether it was trained for blocks.
         on_question: Whether it acts on question and answer alone.
     """
-    said = {**BLOCKS, **(ON_QUESTION if on_question else {})}
+    said = {**(BLOCKS if blocks else {}), **(ON_QUESTION if on_question else {})}
+    if not said:
+        return
     (folder / TRAINING_FILE).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
@@ -233,15 +236,27 @@ def trains_blocks(folder: Path) -> bool:
 
 def trained_on_questions(folder: Path) -> bool:
     """Whether an adapter's folder says that it acts on question and answer alone."""
-    said = _said_training(folder)
-    return isinstance(said, dict) and ON_QUESTION.items() <= said.items()
+    (key, value), said = *ON_QUESTION.items(), _said_training(folder)
+    acts_on = said.get(key) if isinstance(said, dict) else None
+    if acts_on not in (None, value):
+        raise InvalidInputError(
+            f"{folder / TRAINING_FILE} says that the adapter acts on {acts_on!r}, which is not "
+            f'known; "{value}" is, and without that it acts on everything'
+        )
+    return acts_on is not None
 
 
 def _said_training(folder: Path) -> Any:
-    try:
-        return json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    path = folder / TRAINING_FILE
+    if not path.exists():
         return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        # As an ordinary adapter it would change chunks, too.
+        raise InvalidInputError(
+            f"{path}, which says what the adapter was trained for, cannot be read: {error}"
+        ) from error
 
 
 def adapter_template(adapter: str | os.PathLike[str]) -> PromptTemplate | None:

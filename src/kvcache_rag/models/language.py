@@ -239,6 +239,11 @@ class LanguageModel(ABC):
         """Let that adapter act: what is computed now is a question about documents, or answers."""
         yield
 
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Let it act no more, whatever is being answered: what is computed now is no part of it."""
+        yield
+
     # ---------------------------------------------------------------- how far it reads
 
     @property

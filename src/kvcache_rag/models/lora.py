@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,9 @@ _MORE: Final = (
     "use_dora",
     "use_qalora",
 )
+
+
+_ALPHA: Final = 8  # PEFT's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,7 @@ def read_lora(folder: Path, who: str, instead: str) -> dict[str, LoraPair]:
     Raises:
         InvalidInputError: If it is no adapter of low rank, or more than that.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     base_of(folder)  # says what is wrong with a folder that holds none
@@ -79,7 +84,11 @@ def read_lora(folder: Path, who: str, instead: str) -> dict[str, LoraPair]:
     if not path.is_file():
         raise InvalidInputError(f"{folder} has no {WEIGHTS}; save the adapter with PEFT once more")
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(path).items():
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{path} cannot be read ({error}); copy it again") from error
+    for name, tensor in stored.items():
         module, _, which = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         found.setdefault(module, {})[which] = tensor
     pairs = {}
@@ -90,12 +99,25 @@ def read_lora(folder: Path, who: str, instead: str) -> dict[str, LoraPair]:
                 f"{instead}"
             )
         down, up = parts["lora_A"], parts["lora_B"]
+        matrices = down.dim() == up.dim() == 2 and len(down) == up.shape[-1] > 0
+        if not matrices or not all(bool(one.isfinite().all()) for one in (down, up)):
+            raise InvalidInputError(
+                f"the matrices of {folder} for {module} are no finite ones of one rank; save the "
+                "adapter with PEFT once more"
+            )
         pairs[module] = LoraPair(down, up, _factor(config, module, down.shape[0]))
+    if not pairs:
+        raise InvalidInputError(f"{path} holds no matrices; save the adapter with PEFT once more")
     return pairs
 
 
 def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """As PEFT has it, of whose patterns the first one that fits decides."""
     alphas: Mapping[str, Any] = config.get("alpha_pattern") or {}
-    own = next((alphas[key] for key in alphas if module.endswith(key)), None)
-    alpha = float(config.get("lora_alpha") or 1) if own is None else float(own)
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    fitting = (key for key in alphas if re.match(rf"(.*\.)?({key})$", module))
+    key = next(fitting, None)
+    alpha = config.get("lora_alpha", _ALPHA) if key is None else alphas[key]
+    try:
+        return float(float(alpha) / (rank**0.5 if config.get("use_rslora") else rank))
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"lora_alpha of an adapter is a number, not {alpha!r}") from error

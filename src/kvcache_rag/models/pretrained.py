@@ -30,7 +30,7 @@ from kvcache_rag.models.backends import TRANSFORMERS, backend_of, named_backend
 from kvcache_rag.models.gguf import GgufHeader, gguf_tokenizer, load_gguf
 from kvcache_rag.models.merges import KeptMerge
 from kvcache_rag.models.model_names import SUFFIX, chosen_adapter, offline_options, resolve
-from kvcache_rag.models.question_adapter import put_question_adapter
+from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
 from kvcache_rag.models.weight_formats import WeightFormat, check_weight_format, pack_weights
 from kvcache_rag.prompt.known_templates import template_for_model
 from kvcache_rag.prompt.template import PromptTemplate
@@ -171,7 +171,7 @@ def load(
         model, tokenizer = loaded
     pack_weights(model, weight_format)
     note_name(model, os.fspath(name))
-    return model, tokenizer, bundled_template(resolved, adapter)
+    return model, tokenizer, bundled_template(resolved, adapter or NO_ADAPTER)
 
 
 def language_model(
@@ -215,6 +215,11 @@ def fitted(
             "given; name it, or leave backend out"
         )
     if adapter is None or is_plain:
+        if adapter is not None and question_adapter(model) is not None:
+            raise InvalidInputError(
+                "the model that was given has an adapter for questions in it, which cannot be "
+                'taken out; load it again with adapter="none"'
+            )
         if weight_format != "auto":
             pack_weights(model, weight_format)
         return model, None

@@ -113,6 +113,16 @@ class QuestionAdapter:
             _HERE.adapter = before
 
 
+@contextmanager
+def out_of_force() -> Iterator[None]:
+    """Let no adapter act in this thread, whatever it computes for: chunks are the model's own."""
+    before, _HERE.adapter = _HERE.adapter, None
+    try:
+        yield
+    finally:
+        _HERE.adapter = before
+
+
 def question_adapter(model: Any) -> QuestionAdapter | None:
     """The adapter of a model that acts on questions alone; None for none."""
     found: QuestionAdapter | None = vars(model).get(_ATTRIBUTE)
@@ -134,6 +144,7 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
         InvalidInputError: If it does not fit, is more than a LoRA, the model has another one, or
             its weights are rounded.
     """
+    pairs = read_lora(folder, "questions take", "train it as a plain LoRA")
     digest, known = lora_digest(folder), question_adapter(model)
     if known is not None:
         if known.digest != digest:
@@ -146,7 +157,6 @@ def put_question_adapter(model: Any, folder: Path, name: str) -> Any:
 
     is_packed = getattr(model, PACKED, None) is not None
     pack_weights(model, "plain")
-    pairs = read_lora(folder, "questions take", "train it as a plain LoRA")
     made_for = f", which was made for {base_of(folder)!r}," if base_of(folder) else ""
     changed = {}
     for path, pair in pairs.items():

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
     from kvcache_rag import Engine
+    from kvcache_rag.integration.minilm import Minilm
     from kvcache_rag.policies.base import ReusePolicy
     from kvcache_rag_documents import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
-    from kvcache_rag.integration.minilm import Minilm
 
 TINY: Final = "tiny"
 PACKAGED: Final = "smollm2"
