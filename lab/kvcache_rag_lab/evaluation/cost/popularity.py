@@ -173,7 +173,7 @@ def embedding_by_name(name: str) -> Callable[[str], list[float]]:
     """
     if name == "hash":
         return hash_vector
-    from kvcache_rag.integration.minilm import Minilm
+    from kvcache_rag.models.minilm import Minilm
 
     try:
         model = Minilm.installed()

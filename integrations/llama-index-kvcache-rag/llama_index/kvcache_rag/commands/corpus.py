@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
     from kvcache_rag import Engine
-    from kvcache_rag.integration.minilm import Minilm
+    from kvcache_rag.models.minilm import Minilm
     from kvcache_rag.policies.base import ReusePolicy
     from kvcache_rag_documents import FileText
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
@@ -245,7 +245,7 @@ def minilm() -> Minilm:
     Raises:
         InvalidInputError: If it is not installed.
     """
-    from kvcache_rag.integration.minilm import Minilm
+    from kvcache_rag.models.minilm import Minilm
 
     try:
         return Minilm.installed()

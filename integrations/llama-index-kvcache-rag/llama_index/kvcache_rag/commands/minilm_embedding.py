@@ -8,7 +8,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
 if TYPE_CHECKING:
-    from kvcache_rag.integration.minilm import Minilm
+    from kvcache_rag.models.minilm import Minilm
 
 
 class MinilmEmbedding(BaseEmbedding):
