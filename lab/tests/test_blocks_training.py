@@ -266,12 +266,12 @@ def test_the_command_trains_goes_on_and_compares(
     options = ["--steps", "1", "--checkpoint", str(travelling)]
     assert command.main([*words, *options]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["lora_modules"] == "attention"
-    assert (out / "block-attention-question-0" / "adapter_model.safetensors").is_file()
+    assert (out / "block-attention-0" / "adapter_model.safetensors").is_file()
     with pytest.raises(SystemExit):
         command.main([*words, *options])
     assert "exists; remove it" in capsys.readouterr().err
     assert command.main([*words, "--steps", "1", "--mask", "full", "--objective", "answers"]) == 0
-    assert (out / "full-attention-question-0").is_dir()
+    assert (out / "full-attention-0").is_dir()
     capsys.readouterr()
     monkeypatch.setattr(command, "COMPARED_STEPS", 1)
     told = []

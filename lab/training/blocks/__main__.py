@@ -61,7 +61,7 @@ def train(model: str, data: Path, out: Path, **options: Any) -> Report:
 def compare(model: str, data: Path, out: Path, **options: Any) -> Iterator[str]:
     """A line about each kind of adapter: its loss on stitched contexts, before and after."""
     for kind in get_args(Train):
-        name = f"compare-{kind}-{options.get('tokens', 'question')}"
+        name = f"compare-{kind}-{options.get('tokens', 'all')}"
         report = out / name / "report.json"
         if not report.exists():
             train(model, data, out, train=kind, steps=COMPARED_STEPS, name=name, **options)
@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokens",
         choices=get_args(LoraTokens),
-        default="question",
+        default="all",
         help="where LoRA acts: on questions and answers, or on documents, too",
     )
     parser.add_argument("--objective", choices=get_args(Objective), default="distillation")

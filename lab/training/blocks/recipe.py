@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 Mask = Literal["block", "full"]
 Train = Literal["attention", "all-linear", "packet"]
 
-STEPS: Final = 360
+STEPS: Final = 720
 COMPARED_STEPS: Final = 60
 RANK: Final = 16
 PACKET: Final = 4  # vectors before and as many behind a chunk
+PLAIN: Final = 0.1  # share of texts, which stay as likely as they were
 HOLDOUT: Final = 16  # contexts and texts to measure with
 RATE: Final = 5e-4  # of LoRA
 
@@ -48,7 +49,7 @@ def recipe(
     *,
     mask: Mask = "block",
     train: Train = "attention",
-    tokens: LoraTokens = "question",
+    tokens: LoraTokens = "all",
     objective: Objective = "distillation",
     steps: int = STEPS,
     seed: int = 0,
@@ -65,7 +66,7 @@ def recipe(
         train: LoRA on attention's projections or on all linear layers, or vectors around chunks.
         tokens: Where LoRA acts: on questions and answers alone, or on documents, too.
         objective: What is learned, "answers" for a packet.
-        steps: Of the optimiser, of about 5,000 tokens each.
+        steps: Of the optimiser, of one context with its questions each, some 2,000 tokens.
         seed: Of data order and adapters.
         device: None for CUDA if there is one.
         name: Of the adapter's folder in `out`; "" for one that says mask, kind and seed.
@@ -79,13 +80,12 @@ def recipe(
         data=JsonlData(out / "data" / "learned.jsonl", questions=24),
         plain=out / "data" / "plain.jsonl",
         block_share=1.0 if mask == "block" else 0.0,
-        # Two thirds of it instructions: a fifth of all.
-        plain_share=0.0 if on_question else 0.3,
+        plain_share=0.0 if on_question else PLAIN,
         steps=steps,
         batch_tokens=3072,
-        accumulate=2 if on_question else 3,
+        accumulate=1,
         objective="answers" if is_packet else objective,
-        instructions=INSTRUCTIONS if on_question else (),
+        instructions=() if is_packet else INSTRUCTIONS,
         rate=None if is_packet else RATE,
         lora=0 if is_packet else RANK,
         lora_modules="attention" if train == "attention" else "all-linear",
