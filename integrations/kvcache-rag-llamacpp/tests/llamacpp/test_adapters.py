@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,9 @@ from laws import QUESTION, TEXTS, error
 from llamacpp.asking import opened, rounding
 from safetensors.torch import load_file, save_file
 
-from kvcache_rag import BestFew, FullRecompute, InvalidInputError, Reuse
+from kvcache_rag import BestFew, FullRecompute, InvalidInputError, MemoryStore, Reuse
+from kvcache_rag.engine import like
+from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.models.adapters import CONFIG, WEIGHTS, write_training
 from kvcache_rag.models.pretrained import load
 
@@ -97,6 +100,32 @@ def test_law_an_adapter_for_questions_is_that_of_transformers(
     assert said[0] == said[1]
 
 
+def test_what_a_callback_computes_is_the_files_own(files: Files, tmp_path: Path) -> None:
+    path = files("llama")
+    folder = write_adapter(path, tmp_path / "adapter")
+    write_training(folder, on_question=True)
+    ours, plain = opened(path, adapter=folder), opened(path)
+    other = like(ours, store=MemoryStore())
+    keys: list[Any] = []
+
+    def callback(_ids: Any, scores: Any) -> Any:
+        if not keys:
+            keys.extend(other.add([TEXTS[0]]))
+        return scores
+
+    with suppress(KVCacheRagError):  # it needed the cells of the answer
+        ours.generate(QUESTION, TEXTS[1:], max_new_tokens=3, logits_processor=[callback])
+    assert keys == plain.add([TEXTS[0]])
+    layout = plain._adapter.measured.chunk_layout
+    found, wanted = (one.store.get(keys[0], layout) for one in (other, plain))
+    assert found is not None
+    assert wanted is not None
+    for group in range(len(layout.groups)):
+        assert error(found.chunk.keys(group), wanted.chunk.keys(group)) < 1e-3
+        assert error(found.chunk.values(group), wanted.chunk.values(group)) < 1e-3
+    assert torch.equal(ours.logits(QUESTION), plain.logits(QUESTION))
+
+
 def test_chunks_of_an_adapter_are_its_own(files: Files, tmp_path: Path) -> None:
     path = files("llama")
     first, second = (write_adapter(path, tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -134,5 +163,9 @@ def test_what_does_not_fit_is_refused(files: Files, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"layers.99"):
         opened(files("llama"), adapter=folder)
     save_file({one: weights[one][..., :2].contiguous() for one in weights}, folder / WEIGHTS)
+    with pytest.raises(InvalidInputError, match="no finite ones of one rank"):
+        opened(files("llama"), adapter=folder)
+    first = {one: weights[one][:, :2] if "lora_A" in one else weights[one] for one in weights}
+    save_file({one: value.contiguous() for one, value in first.items()}, folder / WEIGHTS)
     with pytest.raises(InvalidInputError, match="does not fit the model"):
         opened(files("llama"), adapter=folder)
