@@ -17,7 +17,16 @@ from kvcache_rag.metrics import Answer
 from kvcache_rag.prompt.template import FILE_NAME
 from training.blocks import __main__ as command
 from training.blocks import own
-from training.blocks.data import ANSWERS, DOCUMENTS, INSTRUCTIONS, REFUSAL, Squad, is_apart, write
+from training.blocks.data import (
+    ANSWERS,
+    DOCUMENTS,
+    INSTRUCTIONS,
+    REFUSAL,
+    Likeness,
+    Squad,
+    is_apart,
+    write,
+)
 from training.blocks.own import BATCH, Speaker, is_new, right, write_answers, write_instructions
 from training.blocks.recipe import recipe
 from training.smollm2 import instructions as measured
@@ -111,6 +120,13 @@ def test_answers_stand_in_documents_of_which_only_one_holds_them(data: Path, lea
     lengths = {len(names) for names in contexts.values()}
     assert {min(lengths), max(lengths)} == {*DOCUMENTS}
     assert places == {*range(max(DOCUMENTS))}, "the gold one has no place of its own"
+
+
+def test_what_is_added_has_the_rare_words_of_the_questions() -> None:
+    texts = {"a": "The keeper of Orrin", "b": "the keeper, the keeper", "c": "of and of", "d": ""}
+    likeness = Likeness.of(texts)
+    assert likeness.nearest("Who is the keeper of ORRIN?", 3) == ["a", "b", "c"]
+    assert likeness.nearest("Nobody", 3) == []
 
 
 def test_data_are_the_same_each_time_and_block_and_control_see_the_same(

@@ -3,7 +3,8 @@
 `DATA/train` holds `squad_train_corpus.jsonl` and `squad_train_questions.jsonl` (SQuAD v1.1,
 CC BY-SA 4.0; five paragraphs a question, all questions of a paragraph have the same five).  Each
 context gets further paragraphs, 5 to 10 in all, of which none holds an answer, in an order of its
-own; and behind a paragraph's own questions
+own.  They are those most like the questions, as a retriever's are: from some drawn at random an
+adapter learned nothing that helps there.  Behind a paragraph's own questions follow
 
 - up to `OTHERS` questions that others of its five paragraphs answer,
 - two questions at once, of two paragraphs: "A B", answered "a; b",
@@ -19,10 +20,15 @@ paragraphs that the model was right about are learned.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
+import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.prompt.words import normalised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +44,9 @@ OTHERS: Final = 16
 
 DOCUMENTS: Final = (5, 10)
 """Of a context, at least and at most."""
+
+NEAREST: Final = 100
+"""Paragraphs that are looked at, of which some hold an answer."""
 
 ANSWERS: Final = "answers.jsonl"
 INSTRUCTIONS: Final = "instructions.jsonl"
@@ -102,6 +111,7 @@ def golds_of(squad: Squad) -> list[str]:
 def learned(squad: Squad, own: Own) -> Iterator[Row]:
     """Rows to train on; rows of one context have the same documents."""
     golds = golds_of(squad)
+    likeness = Likeness.of({gold: squad.texts[gold] for gold in golds})
     own_golds = {gold for gold, _ in own}
     for number, gold in enumerate(one for one in golds if not own or one in own_golds):
         rng = random.Random(f"blocks/{gold}")  # a draw of data, not a secret
@@ -119,13 +129,45 @@ def learned(squad: Squad, own: Own) -> Iterator[Row]:
             asked += rng.sample(further, min(OTHERS, len(further)))
             asked.append(_both(rng.choice(mine), rng.choice(squad.asked[rng.choice(others)])))
         answers = [one for _, each in asked for part in each for one in part.split("; ")]
-        documents = _longer(squad, squad.contexts[gold], answers, golds, rng)
+        likely = likeness.nearest(" ".join(question for question, _ in asked), NEAREST)
+        documents = _longer(squad, squad.contexts[gold], answers, likely, rng)
         if number % 2 == 1:
             asked.append((_foreign(squad, documents, golds, rng), (REFUSAL,)))
         yield from _rows(squad, documents, asked, gold)
         if number % WITHOUT_GOLD == 0:
             swapped = _without(squad, gold, documents, golds, rng)
             yield from _rows(squad, swapped, [(question, (REFUSAL,)) for question, _ in mine], "")
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Which texts have the rare words of another one.
+
+    Attributes:
+        holding: Names of the texts that hold a word.
+        count: How many texts there are.
+    """
+
+    holding: Mapping[str, Sequence[str]]
+    count: int
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> Likeness:
+        """Of texts by their names."""
+        holding: dict[str, list[str]] = {}
+        for name, text in texts.items():
+            for word in sorted({*normalised(text).split()}):
+                holding.setdefault(word, []).append(name)
+        return cls(holding, len(texts))
+
+    def nearest(self, text: str, count: int) -> list[str]:
+        """The names of so many texts, the likest first: by the rareness of words in common."""
+        scores: Counter[str] = Counter()
+        for word in sorted({*normalised(text).split()}):
+            names = self.holding.get(word, ())
+            for name in names:
+                scores[name] += math.log(self.count / len(names))
+        return heapq.nsmallest(count, scores, key=lambda name: (-scores[name], name))
 
 
 def _in_own_words(own: Own, gold: str, asked: Asked) -> Asked:
@@ -137,12 +179,12 @@ def _longer(
     squad: Squad,
     documents: Sequence[str],
     answers: Sequence[str],
-    golds: Sequence[str],
+    likely: Sequence[str],
     rng: random.Random,
 ) -> tuple[str, ...]:
-    """The documents and some that hold none of the answers, in an order of their own."""
+    """The documents and the likeliest that hold none of the answers, in an order of their own."""
     wanted, found = rng.randint(*DOCUMENTS), [*documents]
-    for place in rng.sample(golds, len(golds)):
+    for place in likely:
         if len(found) >= wanted:
             break
         if place not in found and not _says(squad, [place], answers):
