@@ -24,7 +24,6 @@ import heapq
 import json
 import math
 import random
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -162,11 +161,11 @@ class Likeness:
 
     def nearest(self, text: str, count: int) -> list[str]:
         """The names of so many texts, the likest first: by the rareness of words in common."""
-        scores: Counter[str] = Counter()
+        scores: dict[str, float] = {}
         for word in sorted({*normalised(text).split()}):
             names = self.holding.get(word, ())
             for name in names:
-                scores[name] += math.log(self.count / len(names))
+                scores[name] = scores.get(name, 0.0) + math.log(self.count / len(names))
         return heapq.nsmallest(count, scores, key=lambda name: (-scores[name], name))
 
 
