@@ -26,6 +26,7 @@ from kvcache_rag import (
     Combination,
     Engine,
     FullRecompute,
+    InvalidInputError,
     LegoLink,
     MemoryStore,
     Reuse,
@@ -175,9 +176,13 @@ def test_peft_loads_an_adapter_that_says_so_without_a_word(adapter: Path, tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PeftConfig.from_pretrained(str(adapter))
-    for damaged in ("", "{", "[]", '"blocks"'):
-        (adapter / TRAINING_FILE).write_text(damaged)
+    for silent in ("[]", '"blocks"'):
+        (adapter / TRAINING_FILE).write_text(silent)
         assert not trained_for_blocks(with_adapter(build("qwen2"), adapter, "model"))
+    for damaged in ("", "{"):  # it might say that the adapter acts on questions alone
+        (adapter / TRAINING_FILE).write_text(damaged)
+        with pytest.raises(InvalidInputError, match="cannot be read"):
+            with_adapter(build("qwen2"), adapter, "model")
 
 
 # ---------------------------------------------------------------------- what fine-tuning writes
