@@ -29,7 +29,7 @@ from kvcache_rag.models.adapters import CONFIG, TRAINING_FILE, WEIGHTS, write_tr
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.lora import read_lora
 from kvcache_rag.models.pretrained import fitted
-from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
+from kvcache_rag.models.question_adapter import acting, put_question_adapter, question_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -205,7 +205,7 @@ def test_it_acts_in_the_thread_that_answers_alone(of: Engine) -> None:
             seen.append(of.model(ids).logits)
 
     run()
-    with adapter.in_force():
+    with acting(adapter):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()

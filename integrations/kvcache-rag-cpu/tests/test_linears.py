@@ -18,7 +18,7 @@ from kvcache_rag import Engine, FullRecompute, InvalidInputError, MemoryStore, R
 from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models import pack_weights, unpack_weights
 from kvcache_rag.models.adapters import write_training
-from kvcache_rag.models.question_adapter import put_question_adapter, question_adapter
+from kvcache_rag.models.question_adapter import acting, put_question_adapter, question_adapter
 from kvcache_rag.models.weights import Weights, model_identity
 from kvcache_rag_cpu import linears
 from kvcache_rag_cpu.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
@@ -504,12 +504,12 @@ def test_an_adapter_for_questions_is_packed_beside_the_model(name: Any, tmp_path
         adapter = question_adapter(one)
         assert adapter is not None
         without = logits(one)
-        with adapter.in_force(), torch.no_grad():
+        with acting(adapter), torch.no_grad():
             found[kind] = one(ids).logits.float()
         assert torch.equal(logits(one), without)
     assert error(found["packed"], found["plain"]) < {"prepacked": 0.05, "int8": 0.1}.get(name, 0.5)
     assert error(found["later"], found["plain"]) < 0.05
-    with question_adapter(packed).in_force():  # type: ignore[union-attr]
+    with acting(question_adapter(packed)):
         layer = packed.model.layers[0].self_attn.q_proj
         assert isinstance(layer.forward._other, FORMS[name])
     spoken = [make_engine(one).logits(QUESTION, TEXTS) for one in (plain, packed)]

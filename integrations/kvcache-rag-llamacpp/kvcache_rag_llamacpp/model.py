@@ -9,7 +9,7 @@ cells at every question, and scales them again each time if RoPE has a magnitude
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +36,7 @@ from kvcache_rag_llamacpp.state import read_state_format
 if TYPE_CHECKING:
     import threading
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import GroupLayout
     from kvcache_rag.models.rotation import ModelLayout
@@ -451,19 +452,17 @@ class LlamaCppModel(LanguageModel):
 
     @contextmanager
     def on_question(self) -> Iterator[None]:
-        if not self.question_adapter:
-            yield
-            return
-        with self.llama.acting(acts=True):
+        with self._acting(acts=True):
             yield
 
     @contextmanager
     def by_itself(self) -> Iterator[None]:
-        if not self.question_adapter:
+        with self._acting(acts=False):
             yield
-            return
-        with self.llama.acting(acts=False):
-            yield
+
+    def _acting(self, *, acts: bool) -> AbstractContextManager[None]:
+        # An adapter that acts on everything stays in force.
+        return self.llama.acting(acts=acts) if self.question_adapter else nullcontext()
 
     def forget(self) -> None:
         self.llama.empty(wipe=True)

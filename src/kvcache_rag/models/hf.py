@@ -41,7 +41,7 @@ from kvcache_rag.models.language import Abilities, LanguageModel, StoppedError
 from kvcache_rag.models.longrope import settle_frequencies
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.prompt_lookup import ROW_COST
-from kvcache_rag.models.question_adapter import out_of_force, question_adapter
+from kvcache_rag.models.question_adapter import acting, question_adapter
 from kvcache_rag.models.states import (
     RecurrentLayers,
     State,
@@ -124,7 +124,7 @@ class TransformersModel(LanguageModel):
         self.recurrent: RecurrentLayers | None = None
         self.refusal = ""
         try:
-            with self.computing(), out_of_force():
+            with self.computing(), acting(None):
                 self.layout = self._measure()
         except UnsupportedModelError as error:
             self.refusal = str(error)
@@ -258,12 +258,12 @@ class TransformersModel(LanguageModel):
 
     @contextmanager
     def on_question(self) -> Iterator[None]:
-        with nullcontext() if self._adapter is None else self._adapter.in_force():
+        with acting(self._adapter):
             yield
 
     @contextmanager
     def by_itself(self) -> Iterator[None]:
-        with out_of_force():
+        with acting(None):
             yield
 
     @property
@@ -487,7 +487,7 @@ class TransformersModel(LanguageModel):
             be views into the memory of the batch: stores make copies of their own.
         """
         if self.recurrent is None:
-            with self.computing(), out_of_force():
+            with self.computing(), acting(None):
                 return self._prefill(prefix, chunks, halts)
         # A state goes on through padding: chunks of one length at a time.
         found: dict[int, ChunkKV] = {}

@@ -215,7 +215,7 @@ def fitted(
             "given; name it, or leave backend out"
         )
     if adapter is None or is_plain:
-        if adapter is not None and question_adapter(model) is not None:
+        if adapter == NO_ADAPTER and question_adapter(model) is not None:
             raise InvalidInputError(
                 "the model that was given has an adapter for questions in it, which cannot be "
                 'taken out; load it again with adapter="none"'

@@ -103,20 +103,11 @@ class QuestionAdapter:
                 )
             other.to(device)
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Let it act in this thread."""
-        before, _HERE.adapter = _HERE.adapter, self
-        try:
-            yield
-        finally:
-            _HERE.adapter = before
-
 
 @contextmanager
-def out_of_force() -> Iterator[None]:
-    """Let no adapter act in this thread, whatever it computes for: chunks are the model's own."""
-    before, _HERE.adapter = _HERE.adapter, None
+def acting(adapter: QuestionAdapter | None) -> Iterator[None]:
+    """Let an adapter act in this thread, or none: chunks are the model's own."""
+    before, _HERE.adapter = _HERE.adapter, adapter
     try:
         yield
     finally:
